@@ -123,17 +123,6 @@ def test_without_in_flight_updates_running_completions_keep_their_version():
     assert g.version == 4
 
 
-def test_a_long_evaluation_says_how_far_it_is(monkeypatch, capsys):
-    monkeypatch.setattr("llamarl.observe.console.LINE_EVERY_S", 0.0)
-    g = generator(chunk=1)
-    g.tickets.grants = 0
-    g.weights.staged = Staged(5, must_load=True, evaluate=True)
-    while len(g.outputs.of(EvalCompletion)) < EVALS:
-        g.step()
-    *_, last = capsys.readouterr().err.splitlines()
-    assert last == f"evaluation of version 5  {EVALS}/{EVALS} answers"
-
-
 def test_the_prompts_of_every_set_are_answered_once_under_their_numbers():
     g = generator(chunk=1, eval_samples=1)
     g.eval_prompts = dict.fromkeys([0, APART, APART + 1, 2 * APART], PROMPT)

@@ -13,12 +13,10 @@ from executors.build_trainer import build_trainer
 from llamarl.config.command_line import compose_config
 from llamarl.ddma.receiver import Staged
 from llamarl.evaluation.ask import SAMPLED
-from llamarl.executor import ExecutorGroup
-from llamarl.inference import SamplingParams, TemperatureRange
+from llamarl.inference import TemperatureRange
 from llamarl.launch.placement import Placement
 from llamarl.types import Completion
 from tests.executors.generators import PROMPT, canary_of, generator, stored
-from tests.launching import SMALL, ForkedJob, untimed
 
 LOW = 0.7
 HIGH = 2.0
@@ -142,32 +140,3 @@ def test_the_config_gives_the_range_to_the_generator_and_takes_the_comparison_fr
         for word in ("generator.temperature=[0.7,2]", "generator.temperature=[1,1]", "seed=1")
     }
     assert list(compared.values()) == [False, True, True]
-
-
-def test_another_rank_samples_a_ticket_alike():
-    groups = [ExecutorGroup("generator", (0, 1), rank, torch.device("cpu")) for rank in (0, 1)]
-    params = []
-    for group in groups:
-        g = generator(temperatures=DRAWN, group=group)
-        params.append(g._sampling_of(5))
-    assert params[0] == params[1] and isinstance(params[0], SamplingParams)
-
-
-@pytest.mark.bitwise("a synchronous run that was resumed is the one that was not")
-@pytest.mark.slow
-def test_a_run_explores_at_drawn_temperatures_and_its_resume_draws_the_same(tmp_path):
-    search = ("loss=tb", "buffer=replay", "max_lag=0", "generator.temperature=[0.7,2.0]")
-    runs = []
-    for name, ends in {"whole": (2,), "resumed": (1, 2)}.items():
-        for end in ends:
-            with ForkedJob(
-                *SMALL,
-                *search,
-                f"max_steps={end}",
-                "resume=auto",
-                run_dir=tmp_path / name,
-                ranks=2,
-            ) as job:
-                assert job.wait() == 0, job.output
-        runs.append(untimed(job.rows))
-    assert runs[0][-1] == runs[1][-1]

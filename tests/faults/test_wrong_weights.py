@@ -78,6 +78,7 @@ def test_weights_of_an_older_version_end_the_run_at_the_first_small_step(fault, 
     code, said = run(fault, tmp_path, *SMALL_STEPS, *words, seen_by="weights")
     assert code == 1, said
     assert "does not hold the trainer's weights of version 1," in said and "Traceback" not in said
+    assert "step 1/" in said and "step 2/" not in said, "nothing more is trained"
 
 
 @pytest.mark.parametrize("words", [(), ADAPTERS], ids=["all", "adapters"])
