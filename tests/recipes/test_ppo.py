@@ -127,9 +127,6 @@ def test_a_resumed_ppo_run_has_the_bits_of_one_that_was_not_interrupted(
             (*OWN, "trainer.critic.path=/nowhere"),
             "no such file: /nowhere/config.json",
         ),
-        (("trainer.critic.trunk=onw",), "need shared or own"),
-        (("trainer.gamma=1.5",), "trainer.gamma=1.5"),
-        (("trainer.whiten=all",), "need none or rewards or advantages or both"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_remedy(overrides, message):
