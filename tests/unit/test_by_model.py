@@ -26,7 +26,6 @@ from tests.launching import ROOT
 LLAMA = {"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5}
 SIZES = {
     "135 M": dict(d=576, f=1536, layers=30, heads=9, kv=3, vocab=49152, tied=True, lr=1e-5),
-    "1,236 M": dict(d=2048, f=8192, layers=16, heads=32, kv=8, vocab=128256, tied=True, lr=3e-6),
     "8,030 M": dict(d=4096, f=14336, layers=32, heads=32, kv=8, vocab=128256, tied=False, lr=3e-6),
     "70,554 M": dict(d=8192, f=28672, layers=80, heads=64, kv=8, vocab=128256, tied=False, lr=1e-6),
 }
@@ -120,7 +119,6 @@ def test_a_flag_behind_the_directory_is_read(small):
         (("groups_per_step=1", "group_size=128"), 128, 5, 256),
         (("groups_per_step=64",), 64, 5, 500),
         # A step follows the warm-up.
-        (("max_steps=3",), 64, 2, 128),
         (("max_steps=1",), 64, 0, 128),
         (("max_steps=9", "trainer.schedule=wsd", "trainer.decay_steps=7"), 64, 2, 128),
     ],
@@ -174,7 +172,7 @@ def test_a_task_of_the_tiny_model_is_named_for_another(small):
 ROWS = '{"prompt": "1+1=", "question": "1+1=", "answer": "#### 2"}\n' * 20
 
 
-@pytest.mark.parametrize("task", ["jsonl", "gsm8k", "hf_dataset"])
+@pytest.mark.parametrize("task", ["jsonl", "hf_dataset"])
 def test_prompts_are_as_long_as_the_context_allows_and_the_first_lines_say_so(task, tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text(ROWS)
