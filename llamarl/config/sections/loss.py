@@ -269,15 +269,20 @@ def _find_schedules(loss: LossSettings, found: Findings) -> None:
 
 @functools.cache
 def declarations() -> dict[str, Declaration]:
-    """Return the package's losses by name. A loss is the function with the name of its file."""
+    """Return the package's losses by name: its public functions that return LossAndMetrics."""
     found = {}
     for file in sorted(_LOSSES.glob("*.py")):
         for node in ast.parse(file.read_text()).body:
-            if isinstance(node, ast.FunctionDef) and node.name == file.stem:
+            if isinstance(node, ast.FunctionDef) and _is_loss(node):
                 options = tuple(argument.arg for argument in node.args.kwonlyargs)
                 marks = frozenset(ast.unparse(mark) for mark in node.decorator_list)
                 found[node.name] = Declaration(options, marks)
-    return found
+    return dict(sorted(found.items()))
+
+
+def _is_loss(node: ast.FunctionDef) -> bool:
+    returns = node.returns and ast.unparse(node.returns)
+    return returns == "LossAndMetrics" and not node.name.startswith("_")
 
 
 def declares(loss: str, mark: str) -> bool:

@@ -1,4 +1,4 @@
-"""The losses by name. Each is a pure function in a file of its own.
+"""The losses by name. Each is a pure function; losses of one family share a file.
 
 inputs.py says what a loss is given, common.py what losses share and return. A published loss is one
 of them with options, in conf/loss: `loss=cispo` is `policy_gradient` with a cap of 8.
@@ -11,18 +11,12 @@ from __future__ import annotations
 
 import inspect
 
-from llamarl.learning.losses.best_of_n import best_of_n
-from llamarl.learning.losses.clipped import clipped
+from llamarl.learning.losses.best_of_group import best_of_n, online_dpo
+from llamarl.learning.losses.clipped import clipped, proximal_rloo
 from llamarl.learning.losses.common import Loss
-from llamarl.learning.losses.copg import copg
-from llamarl.learning.losses.kimi_k2 import kimi_k2
-from llamarl.learning.losses.online_dpo import online_dpo
-from llamarl.learning.losses.policy_gradient import policy_gradient
-from llamarl.learning.losses.proximal_rloo import proximal_rloo
-from llamarl.learning.losses.reinforce import reinforce
-from llamarl.learning.losses.rloo import rloo
+from llamarl.learning.losses.policy_gradient import kimi_k2, policy_gradient, tba
+from llamarl.learning.losses.reinforce import copg, reinforce, rloo
 from llamarl.learning.losses.tb import tb
-from llamarl.learning.losses.tba import tba
 from llamarl.words.names import NoFunction, did_you_mean, import_function
 
 LOSSES: dict[str, Loss] = {

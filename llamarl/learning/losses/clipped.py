@@ -1,6 +1,6 @@
-"""The clipped surrogate of PPO.
+"""The clipped surrogate of PPO, by token and of whole completions.
 
-Published as PPO and GRPO: conf/loss has the values of each.
+Published as PPO, GRPO and Proximal RLOO: conf/loss has the values of each.
 """
 
 from __future__ import annotations
@@ -8,23 +8,22 @@ from __future__ import annotations
 import torch
 
 from llamarl.learning.losses.common import (
-    LossAndMetrics,
-    holds_to_generator,
-    log_ratio,
-    masked,
-    normalized,
-    ratio,
-    token_advantages,
-)
-from llamarl.learning.losses.inputs import LossInputs
-from llamarl.learning.losses.ratios import (
     Bound,
+    LossAndMetrics,
     at_level,
     bound,
     check_ratio,
+    holds_to_generator,
     kept_labels,
+    log_ratio,
+    masked,
+    normalized,
     off_policy_metrics,
+    ratio,
+    sums_completions,
+    token_advantages,
 )
+from llamarl.learning.losses.inputs import LossInputs
 
 
 @token_advantages
@@ -55,7 +54,7 @@ def clipped(
     Magistral      Magistral, 2.1                   token          groups       group_mean, whitened
 
     PPO's eps is 0.2; Magistral raises clip_high to 0.26 - 0.28, DAPO to 0.28. DeepSeekMath's KL
-    term is loss.kl_coef (k3), inside the same mean. Other knobs: see ratios.py. The defaults are
+    term is loss.kl_coef (k3), inside the same mean. Other knobs: see common.py. The defaults are
     PPO's.
 
     metrics: ratio/sum, ratio/max, clip/low, clip/high (labels whose gradient the clip cuts),
@@ -100,3 +99,38 @@ def _check_clip(clip_low: float, clip_high: float, ratio_cap: Bound) -> None:
             f"ratio_cap={ratio_cap} leaves nothing to clip at 1 + clip_high = {highest}: "
             "raise it, or null"
         )
+
+
+@sums_completions
+@token_advantages
+@holds_to_generator
+def proximal_rloo(
+    inputs: LossInputs,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    ratio_cap: Bound = None,
+    ratio_mask_low: Bound = None,
+    ratio_mask_high: Bound = None,
+    ratio_level: str = "sequence",
+) -> LossAndMetrics:
+    """-(1/N) sum_j min( r_j A_j, clip(r_j, 1 - clip_low, 1 + clip_high) A_j )
+
+    (Async RLHF, app. B, eq. 1.) r_j = pi(y_j)/mu(y_j), pi = trainer_logprobs, mu =
+    generator_logprobs (pi_old), nats, summed over a completion; A_j = advantages, of
+    trainer.advantages=leave_one_out; N = num_completions. It is `clipped` with the mean over a
+    completion's labels of what is the same for all of them. That mean is no option: terms that
+    `regularised` adds around this loss are sums over a completion's tokens. The paper has clip_low
+    = clip_high = eps and prints none; 0.2 is TRL's for its RLOO, which is this loss. Knobs and
+    metrics: those of `clipped`. ValueError for impossible options.
+    """
+    return clipped(
+        inputs,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        ratio_cap=ratio_cap,
+        ratio_mask_low=ratio_mask_low,
+        ratio_mask_high=ratio_mask_high,
+        ratio_level=ratio_level,
+        normalize="completions",
+    )

@@ -1,28 +1,34 @@
-"""The policy gradient with an importance weight that is truncated, masked or both.
+"""The policy gradient with an importance weight that is truncated, masked or both; and with an
+advantage that is regularised (tba, kimi_k2).
 
 Published as AIPO, CISPO, Dr. GRPO and IcePop: conf/loss has the values of each.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from llamarl.learning.losses.common import (
-    LossAndMetrics,
-    log_ratio,
-    masked,
-    normalized,
-    per_completion,
-    ratio,
-    token_advantages,
-)
-from llamarl.learning.losses.inputs import LossInputs
-from llamarl.learning.losses.ratios import (
     Bound,
+    LossAndMetrics,
     at_level,
     bound,
     check_ratio,
+    holds_to_generator,
     kept_labels,
+    log_ratio,
+    masked,
+    needs_reference,
+    normalized,
     off_policy_metrics,
+    per_completion,
+    ratio,
+    reference_of,
+    token_advantages,
+    uses_all_completions,
+    whole_groups,
 )
+from llamarl.learning.losses.inputs import LossInputs
 
 
 @token_advantages
@@ -40,7 +46,7 @@ def policy_gradient(
 
     pi = trainer_logprobs, mu = generator_logprobs, A = advantages; tensors [T], nats. sg: no
     gradient goes through the weight. rho = ratio_cap. M(w) = w where ratio_mask_low <= pi/mu <=
-    ratio_mask_high, else 0, whatever the sign of A. ratio_level: see ratios.py.
+    ratio_mask_high, else 0, whatever the sign of A. ratio_level: see common.py.
 
     Z is the denominator of `normalized`, by default num_loss_tokens. With max_tokens it is
     num_completions max_tokens, a constant that does not depend on lengths (Dr. GRPO; TRL
@@ -83,3 +89,87 @@ def policy_gradient(
             f"max_tokens={max_tokens} takes the place of normalize={normalize}: leave one out"
         )
     return -per_completion(objective.sum() / max_tokens, inputs.completions), metrics
+
+
+@whole_groups
+@uses_all_completions
+@needs_reference
+def tba(
+    inputs: LossInputs,
+    *,
+    beta: float = 0.005,
+    ratio_cap: Bound = 8.0,
+    ratio_mask_low: Bound = None,
+    ratio_mask_high: Bound = None,
+    ratio_level: str = "token",
+    normalize: str = "tokens",
+) -> LossAndMetrics:
+    """-sum_t sg( min(pi/mu, 8) (A_j - beta (log L_j - mean log L)) ) log pi / num_loss_tokens
+
+    (TBA, app. D, eq. 16.) The policy gradient with another advantage: log L_j = log(pi/ref)(y_j),
+    summed over the completion, its mean over the group; pi = trainer_logprobs, mu =
+    generator_logprobs, ref = ref_logprobs, 8 = ratio_cap (table 4), A_j = r_j - mean r =
+    advantages, of trainer.advantages=group_mean; tensors [T], nats. beta = 0.005 (table 4); with 0
+    it is Dr. GRPO. TBA makes pi the reference every 50 steps (table 4), outside of this function.
+    Eq. 16 leaves the normalization out; PRIME-RL's is a mean over the batch's tokens. Knobs: see
+    ratios.py and `normalized`. ValueError without ref_logprobs, for beta < 0, or impossible
+    options.
+
+    metrics: tba/log_ratio/completions (log L), and those of `policy_gradient`.
+    """
+    ref_logprobs = reference_of(inputs, "tba")
+    if not beta >= 0:
+        raise ValueError(f"beta={beta}: need at least 0")
+    completions = inputs.completions
+    trained = completions.lengths(inputs.loss_mask) > 0
+    log_l = completions.sums(log_ratio(inputs, ref_logprobs).detach())
+    centred = log_l - completions.group_mean(log_l, trained)
+    regularised = inputs.advantages - beta * centred[completions.index]
+    loss, metrics = policy_gradient(
+        replace(inputs, advantages=regularised),
+        ratio_cap=ratio_cap,
+        ratio_mask_low=ratio_mask_low,
+        ratio_mask_high=ratio_mask_high,
+        ratio_level=ratio_level,
+        normalize=normalize,
+    )
+    return loss, metrics | {"tba/log_ratio/completions": log_l.sum()}
+
+
+@uses_all_completions
+@holds_to_generator
+def kimi_k2(
+    inputs: LossInputs,
+    *,
+    tau: float = 0.005,
+    ratio_cap: Bound = 8.0,
+    ratio_mask_low: Bound = None,
+    ratio_mask_high: Bound = None,
+    ratio_level: str = "token",
+    normalize: str = "tokens",
+) -> LossAndMetrics:
+    """-sum_t sg( min(pi/mu, 8) (A_j - tau log(pi/mu)(y_j)) ) log pi / num_loss_tokens
+
+    (TBA, app. D, eq. 15; Kimi K2.) The policy gradient with another advantage: log(pi/mu)(y_j)
+    summed over the completion; pi = trainer_logprobs, mu = generator_logprobs, 8 = ratio_cap, A_j =
+    r_j - mean r = advantages, of trainer.advantages=group_mean; tensors [T], nats. tau = 0.005
+    (TBA, fig. 11). Unlike tba it has no reference, and the mean log-ratio is not in the baseline.
+    Eq. 15 leaves the normalization out; PRIME-RL's is a mean over the batch's tokens. Knobs: see
+    ratios.py and `normalized`. ValueError for tau < 0 or impossible options.
+
+    metrics: kimi/log_ratio/completions (log(pi/mu)(y)), and those of `policy_gradient`.
+    """
+    if not tau >= 0:
+        raise ValueError(f"tau={tau}: need at least 0")
+    completions = inputs.completions
+    log_pi_mu = completions.sums(log_ratio(inputs, inputs.generator_logprobs).detach())
+    regularised = inputs.advantages - tau * log_pi_mu[completions.index]
+    loss, metrics = policy_gradient(
+        replace(inputs, advantages=regularised),
+        ratio_cap=ratio_cap,
+        ratio_mask_low=ratio_mask_low,
+        ratio_mask_high=ratio_mask_high,
+        ratio_level=ratio_level,
+        normalize=normalize,
+    )
+    return loss, metrics | {"kimi/log_ratio/completions": log_pi_mu.sum()}

@@ -12,11 +12,11 @@ from llamarl.learning.losses.common import (
     per_completion,
     reference_of,
     sums_completions,
+    token_metrics,
     uses_all_completions,
     whole_groups,
 )
 from llamarl.learning.losses.inputs import LossInputs
-from llamarl.learning.losses.ratios import token_metrics
 
 
 @sums_completions
