@@ -29,6 +29,7 @@ from llamarl.ddma.channel import send_reset, sender_of, senders_of
 from llamarl.ddma.sender import WeightsSender
 from llamarl.executor import Executor
 from llamarl.learning.buffer import GroupBuffer
+from llamarl.learning.logprobs import canary_of
 from llamarl.learning.optim import build_optimizer
 from llamarl.learning.samples import SampleMaker, StepWatch
 from llamarl.learning.targets import verdict_of
@@ -336,7 +337,13 @@ class FSDPTrainer(Executor):
             evaluate=self.evaluate_at(self.version),
             must_differ=must_differ,
             canary=lambda: dataclasses.replace(
-                self._update.canary(sequences, top=self.canary_top),
+                canary_of(
+                    self.model.decoder,
+                    sequences,
+                    self.group.device,
+                    temperature=self.settings.temperature,
+                    top=self.canary_top,
+                ),
                 marks=marks_of(self.model.shards, self.version),
             ).to_json(),
         )

@@ -14,18 +14,18 @@ dtype, the softmax in float32 (float64 where the model is float64).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llamarl.learning.packing import to_device
 from llamarl.learning.segments import wide_dtype
 from llamarl.memory import CHUNK_TOKENS, KEEP_BYTES, KEEP_LOGITS
-from llamarl.models.attention import rounded_up
+from llamarl.models.attention import PackedAttention, rounded_up
 from llamarl.models.fused import add_up, kernels, weight_gradient
+from llamarl.models.parity import Canary, Sequence
 from llamarl.models.protocol import LanguageModel
 from llamarl.types import Group, PackedBatch
 
@@ -333,23 +333,56 @@ def _parts(tokens: int, size: int) -> list[slice]:
     return [slice(i, min(i + size, tokens)) for i in range(0, tokens, max(size, 1))]
 
 
-def group_to_score(prompt_ids: Tensor, completions: Sequence[Tensor]) -> Group:
+# --- Microbatches ---
+
+
+def group_to_score(prompt_ids: Tensor, completions: Iterable[Tensor]) -> Group:
     """Return a prompt [P] and its completions [L] as a group in which every completion is trained
     on, so that packing leaves none out.
     """
+    completions = list(completions)
     lengths = [completion.numel() for completion in completions]
     zeros = torch.zeros(sum(lengths))
     return Group(
         ticket=0,
         prompt_ids=prompt_ids,
         lengths=torch.tensor(lengths),
-        token_ids=torch.cat(list(completions)),
+        token_ids=torch.cat(completions),
         generator_logprobs=zeros,
         policy_versions=zeros.long(),
         ref_logprobs=zeros[:0],
         rewards=torch.ones(len(lengths)),
         finish_reasons=("stop",) * len(lengths),
         outcomes=("score",) * len(lengths),
+    )
+
+
+def to_device(
+    batch: PackedBatch, device: torch.device | str
+) -> tuple[PackedBatch, PackedAttention]:
+    """Return the batch with every tensor on `device`, and the attention over its segments."""
+    moved = {f.name: getattr(batch, f.name).to(device, non_blocking=True) for f in fields(batch)}
+    on_device = PackedBatch(**moved)
+    return on_device, PackedAttention(on_device.cu_seqlens, on_device.parents)
+
+
+def label_head(
+    decoder: LanguageModel,
+    batch: PackedBatch,
+    *,
+    temperature: float,
+    late_ends: LateEnds | None,
+    entropy_grad: bool = False,
+) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return the head of the decoder's forward that gives (logprobs, entropy) of a batch's labels,
+    [R] each. See chunked_logprobs.
+    """
+    return make_head(
+        batch.labels,
+        batch.rows,
+        temperature=temperature,
+        narrowing=Narrowing.of(decoder.absent_rows, late_ends, batch.offsets),
+        entropy_grad=entropy_grad,
     )
 
 
@@ -364,7 +397,45 @@ def label_logprobs(
 ) -> Tensor:
     """Return the logprobs [R] of a microbatch's labels, float32, nats, on the CPU."""
     batch, attention = to_device(microbatch, device)
-    narrowing = Narrowing.of(decoder.absent_rows, late_ends, batch.offsets)
-    head = make_head(batch.labels, batch.rows, temperature=temperature, narrowing=narrowing)
+    head = label_head(decoder, batch, temperature=temperature, late_ends=late_ends)
     logprobs, _ = decoder(batch.input_ids, batch.positions, attention, head)
     return logprobs.float().cpu()
+
+
+@torch.no_grad()
+def canary_of(
+    decoder: LanguageModel,
+    sequences: list[Sequence],
+    device: torch.device,
+    *,
+    temperature: float,
+    top: int = 0,
+) -> Canary:
+    """Collective over a sharded decoder's ranks: return the logprobs of these sequences under the
+    weights as they are. top: likeliest tokens to keep at each place.
+
+    Each is computed alone, so that its logprobs do not depend on the others.
+    """
+    labels = []
+    logits = []
+    for sequence in sequences:
+        with device:
+            ids = torch.tensor(sequence.token_ids)
+            positions = torch.arange(len(ids) - 1)
+            attention = PackedAttention(torch.tensor([0, len(positions)]))
+        logits_TV = decoder(ids[:-1], positions, attention, F.linear)
+        logits.append(logits_TV[sequence.given - 1 :])
+        labels.append(ids[sequence.given :])
+    labels_S = torch.cat(labels)
+    logits_SV = torch.cat(logits).float() / (temperature or 1.0)
+    if decoder.absent_rows is not None:
+        logits_SV.index_fill_(1, decoder.absent_rows, NEVER)
+    logprobs_SV = logits_SV.log_softmax(1)
+    scored_S1 = logprobs_SV.gather(1, labels_S[:, None])
+    likeliest = logprobs_SV.topk(min(top, logprobs_SV.shape[1]), dim=1)
+    return Canary(
+        sequences=sequences,
+        logprobs=scored_S1.squeeze(1).tolist(),
+        top_ids=likeliest.indices.tolist() if top else [],
+        top_logprobs=likeliest.values.tolist() if top else [],
+    )

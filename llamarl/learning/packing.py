@@ -16,7 +16,7 @@ import warnings
 from bisect import insort
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
 
 import torch
@@ -26,7 +26,6 @@ from torch import Tensor
 from llamarl.comm.together import TrainerRanks
 from llamarl.learning.segments import end_to_end, owners, runs, sum_by
 from llamarl.learning.targets import Targets
-from llamarl.models.attention import PackedAttention
 from llamarl.types import Group, PackedBatch
 
 
@@ -180,15 +179,6 @@ def filler() -> PackedBatch:
         rewards=number,
         group_tokens=number,
     )
-
-
-def to_device(
-    batch: PackedBatch, device: torch.device | str
-) -> tuple[PackedBatch, PackedAttention]:
-    """Return the batch with every tensor on `device`, and the attention over its segments."""
-    moved = {f.name: getattr(batch, f.name).to(device, non_blocking=True) for f in fields(batch)}
-    on_device = PackedBatch(**moved)
-    return on_device, PackedAttention(on_device.cu_seqlens, on_device.parents)
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,29 +51,25 @@ class StepWatch:
     """Holds one step at a time, on one rank."""
 
     def __init__(self):
-        self._groups: list[Group] = []
-        self._trained: list[Group] = []
-        self._targets: list[Targets] = []
-        self._cuts: list[slice] = []
-        self._noted: list[tuple[int, Tensor, Tensor]] = []
+        self.see([], [], [], [], [])
 
-    def begin(
-        self, groups: list[Group], trained: list[Group], targets: list[Targets], cuts: list[slice]
+    def see(
+        self,
+        groups: list[Group],
+        trained: list[Group],
+        targets: list[Targets],
+        cuts: list[slice],
+        logprobs: Sequence[list[tuple[Tensor, Tensor]]],
     ) -> None:
-        """Note a step's groups; those of them that are trained on, with their targets; and which
-        of these are trained on together.
+        """Keep a step's groups; those of them that are trained on, with their targets; the cuts of
+        these into minibatches; and for each minibatch, by microbatch, the trainer's logprobs [R] of
+        labels behind the places [R] of these among the completion tokens of its groups.
         """
         self._groups = groups
         self._trained = trained
         self._targets = targets
         self._cuts = cuts
-        self._noted = []
-
-    def note(self, minibatch: int, places: Tensor, logprobs: Tensor) -> None:
-        """Note the trainer's logprobs [R] of labels, whose places [R] are among the completion
-        tokens of a minibatch's groups.
-        """
-        self._noted.append((minibatch, places, logprobs))
+        self._logprobs = logprobs
 
     def take(self) -> list[SeenGroup]:
         """Return the step's groups in their order, and forget them."""
@@ -90,18 +86,17 @@ class StepWatch:
                 group=group, targets=self._targets[number], trainer_logprobs=logprobs[number]
             )
             seen.append(one)
-        self.begin([], [], [], [])
+        self.see([], [], [], [], [])
         return seen
 
     def _by_group(self) -> list[Tensor]:
         """Return the logprobs [T] of each group that is trained on."""
         found: list[Tensor] = []
-        for number, cut in enumerate(self._cuts):
+        for cut, noted in zip(self._cuts, self._logprobs, strict=True):
             sizes = [group.token_ids.numel() for group in self._trained[cut]]
             logprobs_C = torch.full((sum(sizes),), math.nan)
-            for minibatch, places, logprobs in self._noted:
-                if minibatch == number:
-                    logprobs_C[places.cpu()] = logprobs.float().cpu()
+            for places, logprobs in noted:
+                logprobs_C[places.cpu()] = logprobs.float().cpu()
             found += logprobs_C.split(sizes)
         return found
 

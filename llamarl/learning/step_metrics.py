@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
 
@@ -204,15 +204,30 @@ def batch_row(groups: list[Group], version: int, ranks: TrainerRanks) -> Row:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
-    """The results of an update, over all ranks."""
+@dataclass(slots=True)
+class Tally:
+    """The sums of an update over its microbatches, on this rank."""
 
-    completions: float  # trained ones, also those left out because their advantage is 0
-    labels: float
-    tokens: float  # input tokens
-    places: float  # of attention, with what it pads
-    metrics: Metrics
+    # Of all ranks: trained completions, also those left out because their advantage is 0.
+    completions: float
+    labels: int = 0
+    tokens: int = 0  # input tokens
+    places: int = 0  # of attention, with its padding
+    loss: Tensor | float = 0.0
+    # A loss may mask a logprob that is not finite, or not look at it; the batch is broken all the
+    # same.
+    log_ratio: Tensor | float = 0.0
+    # Over fresh tokens: the largest difference of trainer and generator logprobs (-1 without any),
+    # the sum of the squared differences, the same as the alarm counts them, and how many tokens
+    # there are.
+    farthest: Tensor | float = -1.0
+    squares: Tensor | float = 0.0
+    counted: Tensor | float = 0.0
+    fresh: Tensor | int = 0
+    metrics: Metrics = field(default_factory=dict)
+    checked: Metrics = field(default_factory=dict)  # of all ranks: losses, norms, parity
+    # Of each microbatch, for a StepWatch: the places of its labels and the trainer's logprobs.
+    logprobs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
 def measured(row: Row, column: str) -> float:
@@ -222,16 +237,21 @@ def measured(row: Row, column: str) -> float:
     return value
 
 
-def updates_row(updates: list[Update]) -> Row:
-    """Return the numbers that the metrics of a step's updates become, and defaults for those that
-    no microbatch told of.
+def updates_row(updates: list[Tally], ranks: TrainerRanks) -> Row:
+    """Collective: return the numbers that the metrics of a step's updates become, and defaults for
+    those that no microbatch told of.
     """
     metrics: Metrics = {}
     for update in updates:
-        join(metrics, update.metrics)
+        join(metrics, update.checked | over_ranks(update.metrics, ranks))
+    sizes = ranks.sum(
+        labels=sum(u.labels for u in updates),
+        tokens=sum(u.tokens for u in updates),
+        places=sum(u.places for u in updates),
+    )
     number_of = {
         Reduction.MAX: 1,
-        Reduction.TOKEN_MEAN: max(1.0, sum(u.labels for u in updates)),
+        Reduction.TOKEN_MEAN: max(1.0, sizes["labels"]),
         Reduction.COMPLETION_MEAN: max(1.0, sum(u.completions for u in updates)),
         Reduction.UPDATE_MEAN: len(updates),
     }
@@ -245,6 +265,5 @@ def updates_row(updates: list[Update]) -> Row:
         "ratio/capped_fraction": 0.0,
     }
     told = {name: float(m.value) / number_of[m.reduction] for name, m in metrics.items()}
-    places = sum(u.places for u in updates)
-    padding = 1 - sum(u.tokens for u in updates) / places if places else 0.0
+    padding = 1 - sizes["tokens"] / sizes["places"] if sizes["places"] else 0.0
     return {**untold, **told, "packing/padding_fraction": padding}

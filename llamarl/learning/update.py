@@ -23,45 +23,41 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from llamarl.comm.together import TrainerRanks
 from llamarl.errors import NotFinite, ParityError
 from llamarl.learning.logprobs import (
-    NEVER,
     LateEnds,
-    Narrowing,
     group_to_score,
+    label_head,
     label_logprobs,
-    make_head,
+    to_device,
 )
 from llamarl.learning.losses.common import has_mark
 from llamarl.learning.losses.inputs import Completions, LossInputs
 from llamarl.learning.optim import clip_grad_norm, lr_at, set_lr, share_gradients
-from llamarl.learning.packing import Packing, pack, to_device
+from llamarl.learning.packing import Packing, pack
 from llamarl.learning.samples import StepWatch
 from llamarl.learning.step_metrics import (
     Metric,
     Metrics,
     Reduction,
-    Update,
+    Tally,
     batch_row,
     join,
     lag_histogram,
     measured,
     metrics_of_loss,
-    over_ranks,
     updates_row,
 )
 from llamarl.learning.targets import Shaping, Targets, make_targets, teaching
 from llamarl.learning.values import Critic
-from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
 from llamarl.models.fsdp import drop_gradients, next_backward, reshard, tensor_groups
 from llamarl.models.hf import named_parameters_hf
 from llamarl.models.lora import adapters_off
-from llamarl.models.parity import FULL_FRESH, Agreement, Canary, ParityLimits, Sequence
+from llamarl.models.parity import FULL_FRESH, Agreement, ParityLimits
 from llamarl.models.protocol import Head
 from llamarl.types import Group, PackedBatch
 
@@ -156,26 +152,6 @@ class _UpdateId:
         )
 
 
-@dataclass(slots=True)
-class _Tally:
-    """The sums of an update's microbatches on this rank."""
-
-    loss: Tensor | float = 0.0
-    # A loss may mask what is not finite, or not look at it; the batch is broken all the same.
-    log_ratio: Tensor | float = 0.0
-    # Over fresh tokens: the largest difference of trainer and generator logprobs (-1 without any),
-    # the sum of the squared differences, the same as the alarm counts them, and how many tokens
-    # there are.
-    farthest: Tensor | float = -1.0
-    squares: Tensor | float = 0.0
-    counted: Tensor | float = 0.0
-    fresh: Tensor | int = 0
-    labels: int = 0
-    tokens: int = 0
-    places: int = 0
-    metrics: Metrics = field(default_factory=dict)
-
-
 class PolicyUpdate:
     """Runs steps. Collective over `group` (the trainer's ranks), None for a single rank.
 
@@ -255,15 +231,18 @@ class PolicyUpdate:
             minibatches=cuts,
             ranks=self.ranks,
         )
-        if self.watch is not None:
-            self.watch.begin(groups, trained, targets, cuts)
-        minibatches = [self._minibatch(trained[cut], targets[cut]) for cut in cuts]
+        minibatches = [self._packed(trained[cut], targets[cut]) for cut in cuts]
+        updates = []
+        for index in range(s.updates_per_step):
+            update_id = _UpdateId(s, version, index, tickets=[g.ticket for g in groups])
+            updates.append(self._update(minibatches[index % parts], update_id, stop))
         totals = self.ranks.sum(
             room=sum(m.room for m in minibatches),
             unused=sum(m.unused_budget_fraction * m.room for m in minibatches),
             filtered=len(groups) - len(trained),
         )
         row = {
+            **updates_row(updates, self.ranks),
             **batch_row(groups, version, self.ranks),
             **of_targets,
             "tokens/trained": sum(m.num_loss_tokens for m in minibatches),
@@ -271,49 +250,17 @@ class PolicyUpdate:
         }
         if s.filter_groups:
             row["groups/filtered"] = totals["filtered"]
-
-        updates = []
-        for index in range(s.updates_per_step):
-            update_id = _UpdateId(s, version, index, tickets=[g.ticket for g in groups])
-            updates.append(self._update(minibatches[index % parts], update_id, stop))
-        metrics = updates_row(updates) | row
+        if self.watch is not None:
+            first_pass = [update.logprobs for update in updates[:parts]]
+            self.watch.see(groups, trained, targets, cuts, first_pass)
         return StepResult(
-            grad_norm=measured(metrics, "grad_norm"),
-            mean_reward=math.nan if metrics["reward/mean"] is None else metrics["reward/mean"],
-            num_trained_tokens=measured(metrics, "tokens/trained"),
-            metrics=metrics,
+            grad_norm=measured(row, "grad_norm"),
+            mean_reward=math.nan if row["reward/mean"] is None else row["reward/mean"],
+            num_trained_tokens=measured(row, "tokens/trained"),
+            metrics=row,
         )
 
-    @torch.no_grad()
-    def canary(self, sequences: list[Sequence], *, top: int = 0) -> Canary:
-        """Collective: return the logprobs of these sequences under the weights as they are. top:
-        likeliest tokens to keep at each place.
-
-        Each is computed alone, so that its logprobs do not depend on the others.
-        """
-        labels = []
-        logits = []
-        for sequence in sequences:
-            with self._device:
-                ids = torch.tensor(sequence.token_ids)
-                positions = torch.arange(len(ids) - 1)
-                attention = PackedAttention(torch.tensor([0, len(positions)]))
-            logits_TV = self.decoder(ids[:-1], positions, attention, F.linear)
-            logits.append(logits_TV[sequence.given - 1 :])
-            labels.append(ids[sequence.given :])
-        labels_S = torch.cat(labels)
-        logits_SV = torch.cat(logits).float() / (self.settings.temperature or 1.0)
-        if self.decoder.absent_rows is not None:
-            logits_SV.index_fill_(1, self.decoder.absent_rows, NEVER)
-        logprobs_SV = logits_SV.log_softmax(1)
-        scored_S1 = logprobs_SV.gather(1, labels_S[:, None])
-        likeliest = logprobs_SV.topk(min(top, logprobs_SV.shape[1]), dim=1)
-        return Canary(
-            sequences=sequences,
-            logprobs=scored_S1.squeeze(1).tolist(),
-            top_ids=likeliest.indices.tolist() if top else [],
-            top_logprobs=likeliest.values.tolist() if top else [],
-        )
+    # --- Before the first update ---
 
     def _with_reference(
         self, reference: Decoder, groups: list[Group], version: int, stop: Stop
@@ -373,12 +320,12 @@ class PolicyUpdate:
         results_C = torch.zeros(sum(g.token_ids.numel() for g in groups))
         # Advantages of 1 keep every trained completion.
         everything = [Targets.of(g, torch.ones_like(g.rewards)) for g in groups]
-        for microbatch in self._minibatch(groups, everything).microbatches:
+        for microbatch in self._packed(groups, everything).microbatches:
             self._agree_to_go_on(stop)
             results_C[microbatch.places] = compute(microbatch)
         return results_C, self.ranks.sum(results=float(results_C.sum()))["results"]
 
-    def _minibatch(self, groups: list[Group], targets: list[Targets]) -> Packing:
+    def _packed(self, groups: list[Group], targets: list[Targets]) -> Packing:
         """Collective: pack these groups of this rank, with counts over all ranks."""
         s = self.settings
         packing = pack(
@@ -393,10 +340,10 @@ class PolicyUpdate:
 
     # --- One update ---
 
-    def _update(self, minibatch: Packing, update_id: _UpdateId, stop: Stop) -> Update:
+    def _update(self, minibatch: Packing, update_id: _UpdateId, stop: Stop) -> Tally:
         """Collective: make one optimizer update. StepAborted, NotFinite, ParityError."""
         self._zero_grad()
-        tally = _Tally()
+        tally = Tally(completions=minibatch.num_completions)
         for i, microbatch in enumerate(minibatch.microbatches, start=1):
             if update_id.is_first:
                 self._agree_to_go_on(stop)
@@ -407,30 +354,27 @@ class PolicyUpdate:
             self._agree_to_go_on(stop)
         if self._tensor_parallel is not None and self._copied:
             share_gradients(self._copied, self._tensor_parallel.group)
-        metrics = self._checked(tally, update_id)
+        tally.checked = self._checked(tally, update_id)
         if update_id.is_first:
-            metrics |= self._checked_parity(tally, update_id)
-        metrics |= over_ranks(tally.metrics, self.ranks)
+            tally.checked |= self._checked_parity(tally, update_id)
         rate = self.settings.rate(update_id.version, update_id.index)
         set_lr(self.optimizer, self.settings.lr * rate)
         self.optimizer.step()
         if self.critic:
             self.critic.step(rate)
-        sizes = self.ranks.sum(labels=tally.labels, tokens=tally.tokens, places=tally.places)
-        return Update(completions=minibatch.num_completions, metrics=metrics, **sizes)
+        return tally
 
     def _forward_backward(
-        self, batch: PackedBatch, minibatch: Packing, update_id: _UpdateId, tally: _Tally
+        self, batch: PackedBatch, minibatch: Packing, update_id: _UpdateId, tally: Tally
     ) -> None:
         """Add a microbatch's share to the gradients and to the tally."""
+        s = self.settings
         batch, attention = to_device(batch, self._device)
-        head: Head = make_head(
-            batch.labels,
-            batch.rows,
-            temperature=self.settings.temperature,
-            narrowing=Narrowing.of(
-                self.decoder.absent_rows, self.settings.late_ends, batch.offsets
-            ),
+        head: Head = label_head(
+            self.decoder,
+            batch,
+            temperature=s.temperature,
+            late_ends=s.late_ends,
             entropy_grad=has_mark(self.loss_fn, "uses_entropy"),
         )
         if self.critic:
@@ -441,18 +385,6 @@ class PolicyUpdate:
         if self.critic and values:
             of_values, of_critic = self.critic.loss(values[0], batch, minibatch.num_loss_tokens)
             loss = loss + of_values
-        if self.watch is not None and update_id.index < self.settings.minibatches_per_step:
-            self.watch.note(update_id.index, batch.places, logprobs.detach())
-        differences = logprobs.detach() - batch.generator_logprobs
-        if update_id.is_first and batch.labels.numel():
-            is_fresh = self._is_fresh(batch, update_id.version)
-            distances = differences.abs().masked_fill(~is_fresh, -1.0)
-            tally.farthest = distances.max().clamp(min=tally.farthest)  # keeps NaN
-            fresh_alone = differences.masked_fill(~is_fresh, 0.0)
-            tally.squares = tally.squares + fresh_alone.square().sum()
-            if self._agreement is not None:
-                tally.counted = tally.counted + self._agreement.limits.squares(fresh_alone)
-            tally.fresh = tally.fresh + is_fresh.sum()
         # FSDP averages gradients over data-parallel ranks; the denominator is global already.
         (loss * self.ranks.data_size).backward()
         tally.loss = tally.loss + loss.detach()
@@ -462,6 +394,11 @@ class PolicyUpdate:
             of_values, of_critic = self.critic.loss(own_values, batch, minibatch.num_loss_tokens)
             (of_values * self.ranks.data_size).backward()
             tally.loss = tally.loss + of_values.detach()
+        differences = logprobs.detach() - batch.generator_logprobs
+        if update_id.is_first and batch.labels.numel():
+            self._add_parity(tally, differences, self._is_fresh(batch, update_id.version))
+        if self.watch is not None and update_id.index < s.minibatches_per_step:
+            tally.logprobs.append((batch.places, logprobs.detach()))
         tally.log_ratio = tally.log_ratio + differences.sum()
         tally.labels += batch.labels.numel()
         # A filler's one token is computed in vain.
@@ -504,18 +441,6 @@ class PolicyUpdate:
         )
         return self.loss_fn(inputs, **self.step_options(update_id.version))
 
-    def _is_fresh(self, batch: PackedBatch, version: int) -> Tensor:
-        """Return [R] bool: labels sampled by these weights, with every token before them from these
-        weights too.
-        """
-        if self.settings.recomputes_kv:
-            return batch.policy_versions == version
-        # Versions never fall within a completion: one that began under this one is of it alone.
-        begun_N = torch.full_like(batch.groups, version).scatter_reduce(
-            0, batch.completions, batch.policy_versions, "amin"
-        )
-        return begun_N[batch.completions] == version
-
     # --- Checks ---
 
     def _zero_grad(self) -> None:
@@ -531,7 +456,7 @@ class PolicyUpdate:
                 drop_gradients(model)
             raise StepAborted
 
-    def _checked(self, tally: _Tally, update_id: _UpdateId) -> Metrics:
+    def _checked(self, tally: Tally, update_id: _UpdateId) -> Metrics:
         """Collective: return the loss, and the norms of the policy's and the critic's gradients
         before each is clipped. NotFinite.
         """
@@ -562,7 +487,29 @@ class PolicyUpdate:
             "logprobs"
         )
 
-    def _checked_parity(self, tally: _Tally, update_id: _UpdateId) -> Metrics:
+    def _is_fresh(self, batch: PackedBatch, version: int) -> Tensor:
+        """Return [R] bool: labels sampled by these weights, with every token before them from these
+        weights too.
+        """
+        if self.settings.recomputes_kv:
+            return batch.policy_versions == version
+        # Versions never fall within a completion: one that began under this one is of it alone.
+        begun_N = torch.full_like(batch.groups, version).scatter_reduce(
+            0, batch.completions, batch.policy_versions, "amin"
+        )
+        return begun_N[batch.completions] == version
+
+    def _add_parity(self, tally: Tally, differences: Tensor, is_fresh: Tensor) -> None:
+        """Add a microbatch's differences [R] of trainer and generator logprobs to the tally."""
+        distances = differences.abs().masked_fill(~is_fresh, -1.0)
+        tally.farthest = distances.max().clamp(min=tally.farthest)  # keeps NaN
+        fresh_alone = differences.masked_fill(~is_fresh, 0.0)
+        tally.squares = tally.squares + fresh_alone.square().sum()
+        if self._agreement is not None:
+            tally.counted = tally.counted + self._agreement.limits.squares(fresh_alone)
+        tally.fresh = tally.fresh + is_fresh.sum()
+
+    def _checked_parity(self, tally: Tally, update_id: _UpdateId) -> Metrics:
         """Collective: return how far trainer and generator logprobs are apart on fresh tokens;
         nothing if there are none. ParityError if they are too far apart.
         """

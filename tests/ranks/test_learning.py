@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from llamarl.errors import NotFinite
-from llamarl.learning.advantages import group_mean
 from llamarl.learning.logprobs import make_head
 from llamarl.learning.losses.clipped import clipped
 from llamarl.learning.losses.common import per_completion
@@ -27,7 +26,7 @@ from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.losses.tb import tb
 from llamarl.learning.optim import build_optimizer, clip_grad_norm
 from llamarl.learning.packing import filler, pack
-from llamarl.learning.targets import Shaping, Targets
+from llamarl.learning.targets import Shaping, Targets, group_mean
 from llamarl.learning.update import PolicyUpdate, StepAborted, UpdateSettings
 from llamarl.learning.values import CriticSettings, SharedCritic
 from llamarl.models.attention import PackedAttention

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from llamarl.learning.advantages import (
+from llamarl.learning.losses.best_of_group import best_and_worst
+from llamarl.learning.targets import (
     ADVANTAGES,
-    STD_EPS,
-    best_and_worst,
+    GROUP_STD_EPS,
     gae,
     group_mean,
     group_mean_std,
@@ -42,7 +42,7 @@ def test_group_mean_by_hand():
 
 def test_group_mean_std_by_hand():
     # mean 2, deviations -1 0 1, variance (1 + 0 + 1) / (3 - 1) = 1
-    want = torch.tensor([-1.0, 0.0, 1.0]) / (1 + STD_EPS)
+    want = torch.tensor([-1.0, 0.0, 1.0]) / (1 + GROUP_STD_EPS)
     torch.testing.assert_close(mean_std(torch.tensor([1.0, 2.0, 3.0])), want, atol=EXACT, rtol=0)
 
 
@@ -98,7 +98,7 @@ def test_shift_never_matters_and_scale_not_after_normalising(rewards, shift, sca
     torch.testing.assert_close(mean(r * scale), mean(r) * scale, atol=1e-5, rtol=0)
     std = r.std().item()
     of_scale = (
-        scale * (std + STD_EPS) / (scale * std + STD_EPS)
+        scale * (std + GROUP_STD_EPS) / (scale * std + GROUP_STD_EPS)
     )  # but for what keeps the denominator from 0
     torch.testing.assert_close(
         mean_std(r * scale + shift), mean_std(r) * of_scale, atol=1e-5, rtol=0
@@ -110,7 +110,9 @@ def test_normalised_advantages_have_unit_variance():
         torch.randn(3, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 40
     )
     std = rewards.std(-1)
-    torch.testing.assert_close(mean_std(rewards).std(-1), std / (std + STD_EPS), atol=1e-12, rtol=0)
+    torch.testing.assert_close(
+        mean_std(rewards).std(-1), std / (std + GROUP_STD_EPS), atol=1e-12, rtol=0
+    )
 
 
 def test_leave_one_out_by_hand():

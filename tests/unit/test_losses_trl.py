@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from llamarl.learning.advantages import gae, group_mean_std, leave_one_out
 from llamarl.learning.losses.inputs import Completions
 from llamarl.learning.losses.regularisers import regularised
+from llamarl.learning.targets import gae, group_mean_std, leave_one_out
 from llamarl.learning.values import value_loss
 from tests.loss_problems import PUBLISHED, inputs_of
 

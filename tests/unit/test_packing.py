@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.learning import packing
-from llamarl.learning.logprobs import make_head
+from llamarl.learning.logprobs import make_head, to_device
 from llamarl.learning.losses.policy_gradient import policy_gradient
-from llamarl.learning.packing import collate, filler, pack, to_device
+from llamarl.learning.packing import collate, filler, pack
 from llamarl.learning.targets import Targets
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import ModelConfig, build_decoder

@@ -8,7 +8,7 @@ from llamarl.comm.together import TrainerRanks
 from llamarl.learning.step_metrics import (
     Metric,
     Reduction,
-    Update,
+    Tally,
     batch_row,
     join,
     metrics_of_loss,
@@ -88,9 +88,8 @@ def test_ranks_may_know_different_metrics():
     }
 
 
-def update(**values) -> Update:
-    nothing = {"completions": 0.0, "labels": 0.0, "tokens": 0.0, "places": 0.0, "metrics": {}}
-    return Update(**{**nothing, **values})
+def update(**values) -> Tally:
+    return Tally(**{"completions": 0.0, **values})
 
 
 def test_each_mean_has_its_own_denominator():
@@ -106,14 +105,14 @@ def test_each_mean_has_its_own_denominator():
     told = metrics | {"grad_norm": norms[0], "parity/logprob_diff_max": parity}
     first = update(metrics=told, **sizes)
     second = update(metrics=metrics | {"grad_norm": norms[1]}, **sizes)
-    row = updates_row([first, second])
+    row = updates_row([first, second], ALONE)
     assert [row[name] for name in "abcd"] == [2.0, 5.0, 10.0, 20.0]
     assert row["packing/padding_fraction"] == 0.25
     assert (row["grad_norm"], row["parity/logprob_diff_max"]) == (1.5, 0.5)
 
 
 def test_what_no_microbatch_told_of_stands_at_what_means_nothing_happened():
-    assert updates_row([update()]) == {
+    assert updates_row([update()], ALONE) == {
         "entropy": 0.0,
         "kl/ref": None,
         "ratio/mean": 1.0,

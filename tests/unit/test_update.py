@@ -11,6 +11,7 @@ import torch
 
 from executors.trainer import FSDPTrainer
 from llamarl.errors import NotFinite, ParityError
+from llamarl.learning.logprobs import canary_of
 from llamarl.learning.losses.policy_gradient import policy_gradient
 from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.packing import pack
@@ -483,9 +484,16 @@ def whole_logprobs(update, token_ids):
 SEQUENCES = [Sequence([3, 1, 4, 1, 5], 1), Sequence([9, 2], 1), Sequence([6, 5, 3, 5, 8, 9], 4)]
 
 
+def canary(update, top=0):
+    made = update.decoder, SEQUENCES, torch.device("cpu")
+    return canary_of(*made, temperature=SETTINGS.temperature, top=top)
+
+
 def test_a_canary_holds_the_logprobs_of_what_is_not_given():
     update = update_of()
-    got = update.canary(SEQUENCES)
+    got = canary_of(
+        update.decoder, SEQUENCES, torch.device("cpu"), temperature=SETTINGS.temperature
+    )
     want = []
     for s in SEQUENCES:
         places = range(s.given - 1, len(s.token_ids) - 1)
@@ -501,14 +509,28 @@ def test_a_canary_holds_the_logprobs_of_what_is_not_given():
 @pytest.mark.parametrize("top", [3, 10 * VOCAB])
 def test_a_canary_for_a_quantised_generator_holds_the_likeliest_tokens_too(top):
     update = update_of()
-    got, kept = update.canary(SEQUENCES, top=top), min(top, VOCAB)
+    got, kept = (
+        canary_of(
+            update.decoder,
+            SEQUENCES,
+            torch.device("cpu"),
+            temperature=SETTINGS.temperature,
+            top=top,
+        ),
+        min(top, VOCAB),
+    )
     rows = torch.cat([whole_logprobs(update, s.token_ids)[s.given - 1 : -1] for s in SEQUENCES])
     for ids, row in zip(got.top_ids, rows, strict=True):
         assert len(ids) == kept
         assert_same_ranking(ids, row, 1e-5)
     likeliest = rows.gather(1, torch.tensor(got.top_ids))
     torch.testing.assert_close(torch.tensor(got.top_logprobs), likeliest, atol=1e-5, rtol=0)
-    assert got.logprobs == pytest.approx(update.canary(SEQUENCES).logprobs, abs=1e-5)
+    assert got.logprobs == pytest.approx(
+        canary_of(
+            update.decoder, SEQUENCES, torch.device("cpu"), temperature=SETTINGS.temperature
+        ).logprobs,
+        abs=1e-5,
+    )
 
 
 def test_each_update_has_its_own_rate():

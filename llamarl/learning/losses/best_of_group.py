@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llamarl.learning.advantages import best_and_worst
 from llamarl.learning.losses.common import (
     LossAndMetrics,
     log_ratio,
@@ -90,3 +89,35 @@ def online_dpo(inputs: LossInputs, *, beta: float = 0.1) -> LossAndMetrics:
     }
     loss = -likelihood.sum() / max(completions.num_groups, 1)
     return loss, metrics | token_metrics(inputs)
+
+
+def best_and_worst(
+    rewards: Tensor, groups: Tensor, trained: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(best, worst, differ): for group g, at place g of [N], the completions of highest and lowest
+    reward        (Async RLHF, 4.2)
+
+    rewards [N], groups [N] int64 below N, trained [N] bool: those that may be chosen. Of equal
+    rewards the first completion is taken. differ [N] bool: the two have different rewards; best and
+    worst mean something only there (elsewhere they are valid places all the same, so that they can
+    index).
+    """
+    best, highest = _first_of_the_highest(rewards, groups, trained)
+    worst, lowest_below_0 = _first_of_the_highest(-rewards, groups, trained)
+    return best, worst, highest > -lowest_below_0
+
+
+def _first_of_the_highest(rewards: Tensor, groups: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (first, highest) [N] each: for group g, at place g, its first valid completion of the
+    highest reward, and that reward. A group without a valid completion has some place, and -inf.
+    """
+    size = rewards.numel()
+    nothing = torch.full_like(rewards, -torch.inf)
+    known = torch.where(valid, rewards, nothing)
+    highest = nothing.scatter_reduce(0, groups, known, "amax")
+    place = torch.arange(size, device=rewards.device)
+    is_highest = valid & (known == highest[groups])
+    candidates = torch.where(is_highest, place, size)
+    none = torch.full_like(place, size)
+    first = none.scatter_reduce(0, groups, candidates, "amin")
+    return first.clamp(max=size - 1), highest
