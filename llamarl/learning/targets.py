@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from llamarl.comm.together import TrainerRanks
+from llamarl.learning.segments import end_to_end, owners, sum_by, wide_dtype
 from llamarl.learning.step_metrics import Row
 from llamarl.learning.values import Critic, CriticSettings
 from llamarl.types import Group, Verdict, ends_of_turns

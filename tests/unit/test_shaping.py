@@ -8,12 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-<<<<<<< HEAD
 from llamarl.comm.together import TrainerRanks
-from llamarl.learning.advantages import group_mean
-=======
-from llamarl.comm.reduction import TrainerRanks
->>>>>>> d7f73312 (A step's groups walk forwards: advantages stand with the targets, canaries with the logprobs, and metrics are reduced once)
 from llamarl.learning.targets import (
     STD_EPS,
     Rewards,
