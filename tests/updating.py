@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import torch
 
 from llamarl.learning.losses.policy_gradient import policy_gradient
 from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.update import PolicyUpdate, UpdateSettings
+from llamarl.models.attention import PackedAttention
 from llamarl.models.build import ModelConfig, build_decoder
-from llamarl.types import Group
+from tests.build.group import build_group
 from tests.tolerances import rounding
 
 NAN = float("nan")
@@ -78,21 +78,25 @@ def group(ticket, lengths, rewards, **fields):
     """Random tokens with generator logprobs of -3 (near the decoder's), sampled from the version
     before.
     """
-    random = torch.Generator().manual_seed(ticket)
-    tokens, size = sum(lengths), len(lengths)
-    values = dict(
-        ticket=ticket,
-        prompt_ids=torch.randint(0, VOCAB, (1 + ticket % 5,), generator=random),
-        lengths=torch.tensor(lengths),
-        token_ids=torch.randint(0, VOCAB, (tokens,), generator=random),
-        generator_logprobs=torch.full((tokens,), -3.0),
-        policy_versions=torch.full((tokens,), VERSION - 1),
-        ref_logprobs=torch.empty(0),
-        rewards=torch.tensor(rewards),
-        finish_reasons=("stop",) * size,
-        outcomes=tuple("error" if math.isnan(r) else "score" for r in rewards),
-    )
-    return Group(**{**values, **fields})
+    given = {"prompt": 1 + ticket % 5, "vocab_size": VOCAB, "version": VERSION - 1}
+    return build_group(ticket, lengths, rewards, **{**given, **fields})
+
+
+def all_logprobs(decoder, prompt_ids, completion):
+    """[L, VOCAB] at each place of a completion, from its sequence alone."""
+    tokens = torch.cat([prompt_ids, completion])
+    attention = PackedAttention(torch.tensor([0, len(tokens)]))
+    logits = decoder(tokens, torch.arange(len(tokens)), attention)[len(prompt_ids) - 1 : -1]
+    return (logits / SETTINGS.temperature).log_softmax(-1)
+
+
+def logprobs_alone(decoder, prompt_ids, completion):
+    """[L] of a completion's tokens, from its sequence alone."""
+    return all_logprobs(decoder, prompt_ids, completion).gather(1, completion[:, None])[:, 0]
+
+
+def weights_of(update):
+    return [p.detach().clone() for p in update.decoder.parameters()]
 
 
 def groups_of():

@@ -16,15 +16,14 @@ import warnings
 from bisect import insort
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from llamarl.comm.together import TrainerRanks
-from llamarl.learning.segments import end_to_end, owners, runs, sum_by
+from llamarl.learning.segments import Segments, end_to_end, owners, runs, sum_by
 from llamarl.learning.targets import Targets
 from llamarl.types import Group, PackedBatch
 
@@ -156,14 +155,10 @@ def filler() -> PackedBatch:
     """Return a microbatch that trains nothing. A rank with fewer microbatches than its FSDP peers
     uses it, because all must run the same number.
     """
-    zero = torch.zeros(1, dtype=torch.int64)
-    none = zero[:0]
+    none = torch.zeros(0, dtype=torch.int64)
     number = torch.zeros(0)
     return PackedBatch(
-        input_ids=zero,
-        positions=zero,
-        cu_seqlens=torch.tensor([0, 1]),
-        parents=zero - 1,
+        **Segments().packed(),
         rows=none,
         labels=none,
         places=none,
@@ -403,7 +398,7 @@ def _build(flat: _Flat, members: dict[int, list[int]]) -> PackedBatch:
     """Build the microbatch of these completions by group: each prompt and behind it its
     completions.
     """
-    segments = _Segments()
+    segments = Segments()
     prompt_starts = list(accumulate(flat.prompt_sizes, initial=len(flat.completions)))
     sizes_of = flat.lengths.tolist()
     starts = flat.starts.tolist()
@@ -413,7 +408,8 @@ def _build(flat: _Flat, members: dict[int, list[int]]) -> PackedBatch:
     rows_before = []  # and the one before that of its first token
     for number, completions in members.items():
         prompt = flat.prompt_sizes[number]
-        parent = segments.add(prompt_starts[number], prompt, position=0, parent=-1)
+        start = prompt_starts[number]
+        parent = segments.add(flat.tokens[start : start + prompt])
         last_of_prompt = segments.num_tokens - 1
         for completion in completions:
             reading = _readings(flat, completion, starts[completion], sizes_of[completion])
@@ -423,11 +419,11 @@ def _build(flat: _Flat, members: dict[int, list[int]]) -> PackedBatch:
                 # What is read anew is a segment of its own, and its first token no label.
                 first_rows.append(last_of_prompt)
                 rows_before.append(segments.num_tokens - 1)
-                size = end - begin - 1  # the last token is only ever a label
-                if size and is_anew:
-                    segments.add(begin, size, position=0, parent=-1)
-                elif size:
-                    segments.add(begin, size, position=prompt, parent=parent)
+                read = flat.tokens[begin : end - 1]  # the last token is only ever a label
+                if read.numel() and is_anew:
+                    segments.add(read)
+                elif read.numel():
+                    segments.add(read, position=prompt, parent=parent)
     chosen = list(chain.from_iterable(members.values()))
     lengths = torch.tensor(reading_sizes)
     places = runs(torch.tensor(reading_starts), lengths)
@@ -436,12 +432,8 @@ def _build(flat: _Flat, members: dict[int, list[int]]) -> PackedBatch:
     rows[lengths.cumsum(0) - lengths] = torch.tensor(first_rows)
     is_label = flat.loss_mask[places]  # context is read, and is no label
     labels = places[is_label]
-    sizes = torch.tensor(segments.sizes)
     return PackedBatch(
-        input_ids=flat.tokens[runs(torch.tensor(segments.starts), sizes)],
-        positions=runs(torch.tensor(segments.positions), sizes),
-        cu_seqlens=F.pad(sizes.cumsum(0), (1, 0)),
-        parents=torch.tensor(segments.parents),
+        **segments.packed(),
         rows=rows[is_label],
         places=labels,
         completions=torch.arange(len(chosen)).repeat_interleave(flat.sampled_lengths[chosen]),
@@ -449,26 +441,6 @@ def _build(flat: _Flat, members: dict[int, list[int]]) -> PackedBatch:
         **{name: values[labels] for name, values in flat.per_token.items()},
         **{name: values[chosen] for name, values in flat.per_completion.items()},
     )
-
-
-@dataclass(slots=True)
-class _Segments:
-    """The segments of a microbatch so far, an entry each."""
-
-    starts: list[int] = field(default_factory=list)  # the first token's place in _Flat.tokens
-    sizes: list[int] = field(default_factory=list)  # tokens
-    positions: list[int] = field(default_factory=list)  # of the first token
-    parents: list[int] = field(default_factory=list)
-    num_tokens: int = 0
-
-    def add(self, start: int, size: int, *, position: int, parent: int) -> int:
-        """Add one, and return its number."""
-        self.starts.append(start)
-        self.sizes.append(size)
-        self.positions.append(position)
-        self.parents.append(parent)
-        self.num_tokens += size
-        return len(self.sizes) - 1
 
 
 def _by_completion(restarts: Tensor, completion_of: Tensor) -> dict[int, list[int]]:

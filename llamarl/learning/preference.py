@@ -34,6 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llamarl.learning.segments import Segments
 from llamarl.learning.sft import check_end_token
 from llamarl.learning.supervised import RowsToRead, Sums, SupervisedData, read_data, read_examples
 from llamarl.models.attention import PackedAttention
@@ -163,34 +164,16 @@ def pack_preferences(pairs: Sequence[Preference], device: torch.device) -> Prefe
     """Pack pairs as one batch. Without any pair it holds a single token whose score nobody
     reads.
     """
-    ids = []
-    positions = []
-    parents: list[int] = []
+    segments = Segments()
     last = []  # of each completion
-    tokens = 0
     for pair in pairs:
         prompt = pair.prompt_ids.numel()
-        root = len(parents)
-        ids.append(pair.prompt_ids)
-        positions.append(torch.arange(prompt))
-        parents.append(-1)
-        tokens += prompt
+        root = segments.add(pair.prompt_ids)
         for completion in (pair.chosen_ids, pair.rejected_ids):
-            ids.append(completion)
-            positions.append(torch.arange(prompt, prompt + completion.numel()))
-            parents.append(root)
-            tokens += completion.numel()
-            last.append(tokens - 1)
-    if not pairs:
-        ids.append(torch.zeros(1, dtype=torch.int64))
-        positions.append(torch.arange(1))
-        parents.append(-1)
-    sizes = torch.tensor([segment.numel() for segment in ids])
+            segments.add(completion, position=prompt, parent=root)
+            last.append(segments.num_tokens - 1)
     return PreferenceBatch(
-        input_ids=torch.cat(ids).to(device),
-        positions=torch.cat(positions).to(device),
-        cu_seqlens=F.pad(sizes.cumsum(0), (1, 0)).to(device),
-        parents=torch.tensor(parents, device=device),
+        **{name: tensor.to(device) for name, tensor in segments.packed().items()},
         chosen=torch.tensor(last[0::2], dtype=torch.int64, device=device),
         rejected=torch.tensor(last[1::2], dtype=torch.int64, device=device),
         margins=torch.tensor([pair.margin for pair in pairs], device=device),

@@ -212,11 +212,6 @@ class StreamedLogprobs:
         # Tokens and logprobs, [L] each, of finished completions, the newest last.
         self._read: dict[Key, tuple[Tensor, Tensor]] = {}
 
-    @property
-    def num_held(self) -> int:
-        """How many completions it holds something about."""
-        return len(self._parts.keys() | self._whole.keys() | self._read.keys())
-
     def hear(self, stretch: Stretch, prompt_ids: Tensor) -> None:
         """Note new tokens of a completion, and whether it has ended."""
         key = (stretch.ticket, stretch.sample_index)

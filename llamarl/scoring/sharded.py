@@ -16,14 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from llamarl.comm.together import join_shares, own_share
 from llamarl.executor import ExecutorGroup
 from llamarl.learning.logprobs import LateEnds, group_to_score, label_logprobs
-from llamarl.learning.packing import collate, pack
-from llamarl.learning.packing import filler as empty_microbatch
+from llamarl.learning.packing import collate, filler, pack
+from llamarl.learning.segments import Segments
 from llamarl.learning.targets import Targets
 from llamarl.models.attention import PackedAttention
 from llamarl.models.config import Lora
@@ -168,20 +167,6 @@ def pack_scored(asked: Sequence[ScoreRequest], *, budget_tokens: int) -> list[Sc
     return batches
 
 
-def filler() -> ScoreBatch:
-    """Return a microbatch that scores nothing, for a rank with fewer than its FSDP peers."""
-    zero = torch.zeros(1, dtype=torch.int64)
-    none = torch.zeros(0, dtype=torch.int64)
-    return ScoreBatch(
-        input_ids=zero,
-        positions=zero,
-        cu_seqlens=torch.tensor([0, 1]),
-        parents=zero - 1,
-        rows=none,
-        places=none,
-    )
-
-
 @torch.no_grad()
 def score(decoder: LanguageModel, batch: ScoreBatch, device: torch.device) -> Tensor:
     """Return the scores [N, C] of a microbatch, float32, on the CPU. Collective over a sharded
@@ -216,12 +201,12 @@ def _cut(asked: ScoreRequest, first: int, budget: int) -> list[_Part]:
 
 
 def _build(parts: list[_Part]) -> ScoreBatch:
-    segments: list[Tensor] = []  # token ids of each
-    positions = []
-    parents = []
+    """Build the microbatch of these parts; without any it scores nothing, for a rank with fewer
+    than its FSDP peers.
+    """
+    segments = Segments()
     rows = []
     places = []
-    tokens = 0
     for part in parts:
         prompt_ids = part.asked.prompt_ids
         completions = part.asked.completions
@@ -231,31 +216,19 @@ def _build(parts: list[_Part]) -> ScoreBatch:
             start = 0
             completions = (torch.cat([prompt_ids, completions[0]]),)
         elif start:
-            parent = len(segments)
-            segments.append(prompt_ids)
-            positions.append(torch.arange(start))
-            parents.append(-1)
-            tokens += start
-        end_of_prompt = tokens - 1
+            parent = segments.add(prompt_ids)
+        end_of_prompt = segments.num_tokens - 1
         for completion in completions:
-            size = completion.numel()
-            if not size:
+            if not completion.numel():
                 rows.append(end_of_prompt)
                 continue
-            segments.append(completion)
-            positions.append(torch.arange(start, start + size))
-            parents.append(parent)
-            tokens += size
-            rows.append(tokens - 1)
+            segments.add(completion, position=start, parent=parent)
+            rows.append(segments.num_tokens - 1)
         places += part.places
-    lengths = torch.tensor([ids.numel() for ids in segments])
     return ScoreBatch(
-        input_ids=torch.cat(segments),
-        positions=torch.cat(positions),
-        cu_seqlens=F.pad(lengths.cumsum(0), (1, 0)),
-        parents=torch.tensor(parents),
-        rows=torch.tensor(rows),
-        places=torch.tensor(places),
+        **segments.packed(),
+        rows=torch.tensor(rows, dtype=torch.int64),
+        places=torch.tensor(places, dtype=torch.int64),
     )
 
 
@@ -302,7 +275,7 @@ class ShardedScorer:
         """
         batches = pack_scored(asked, budget_tokens=self.settings.microbatch_tokens)
         scores_N = torch.zeros(sum(len(one.completions) for one in asked))
-        for batch in own_share(batches, filler(), self._group):
+        for batch in own_share(batches, _build([]), self._group):
             scores_NC = score(self.decoder, batch, self._group.device)
             scores_N[batch.places] = scores_NC[:, self.settings.label]
         reshard(self.decoder)
@@ -346,7 +319,7 @@ class ShardedReference:
         groups = [group_to_score(one.prompt_ids, one.completions) for one in asked]
         sizes = [group.token_ids.numel() for group in groups]
         microbatches = self._packed(groups, together)
-        nothing = (empty_microbatch(), torch.zeros(0, dtype=torch.int64))
+        nothing = (filler(), torch.zeros(0, dtype=torch.int64))
         logprobs_C = torch.zeros(sum(sizes))
         for microbatch, places in own_share(microbatches, nothing, self._group):
             logprobs_C[places] = label_logprobs(

@@ -51,23 +51,6 @@ def test_a_dry_run_shows_memory_and_examples_and_writes_nothing(tmp_path):
     assert not (tmp_path / "sft").exists()
 
 
-def test_a_dry_run_needs_no_weights_and_a_run_does(tmp_path):
-    model = tmp_path / "model"
-    without = shutil.ignore_patterns("*.safetensors")
-    shutil.copytree(tiny_directory(), model, ignore=without)
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"prompt": "2+3=", "completion": "5"}\n' * 4)
-    given = ("task.chat=false", f"model.path={model}", f"task.path={rows}")
-    codes = {}
-    for dry in ("true", "false"):
-        out = tmp_path / dry
-        words = (*given, f"dry_run={dry}")
-        with ForkedJob(*words, run_dir=out, recipe=RECIPE, directory_key="out") as job:
-            codes[dry] = job.wait()
-            assert "no such file" in job.output, job.output
-    assert codes == {"true": 0, "false": BAD_INPUT}
-
-
 @pytest.fixture(scope="module")
 def tokenizer():
     return load_tokenizer(tiny_directory())
@@ -84,15 +67,6 @@ def pair(prompt, completion):
 
 
 # The library
-
-
-def test_packing_shifts_once_and_marks_completion_rows():
-    batch = sft.pack_pairs([pair([10, 11], [12]), pair([20], [21])])
-    assert batch.input_ids.tolist() == [10, 11, 20]
-    assert batch.labels.tolist() == [11, 12, 21]
-    assert batch.positions.tolist() == [0, 1, 0]
-    assert batch.cu_seqlens.tolist() == [0, 2, 3]
-    assert batch.rows.tolist() == [1, 2] and batch.pairs.tolist() == [0, 1]
 
 
 def test_a_pair_ends_with_the_end_token_which_is_trained(task, tokenizer):
@@ -312,20 +286,6 @@ def test_two_ranks_learn_and_answer_as_one(tmp_path):
     assert runs[0][-1]["eval/loss"] < runs[0][0]["eval/loss"]
 
 
-def test_rows_that_a_task_reads_are_learned_with_their_keys(tmp_path):
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps({"q": f"{i}", "a": "yes"}) + "\n" for i in range(100)))
-    rows = ("task=jsonl", f"task.path={file}", "task.prompt_key=q", "task.answer_key=a")
-    short = ("max_new_tokens=6", "task.max_prompt_tokens=16")
-    steps = ("target_accuracy=1", "max_steps=60", "examples_per_step=16")
-    with warm_start(
-        *rows, *short, *steps, "trainer.warmup_fraction=0", out=tmp_path / "out"
-    ) as job:
-        assert job.wait() == 0, job.output
-    assert "90 examples, 10 held out" in job.output
-    assert job.rows[-1]["eval/accuracy"] == 1.0
-
-
 @pytest.fixture
 def refusal(run_here):
     """refusal(*words, out=DIR): what is said of a job that ends at once. In this process."""
@@ -376,6 +336,18 @@ def test_answers_that_are_made_on_demand_are_those_of_their_numbers(tokenizer):
     assert len(data.held_out) == 2
     with pytest.raises(IndexError):
         data.train[1000]
+
+
+@pytest.mark.parametrize("dry_run, status", [(True, 0), (False, BAD_INPUT)])
+def test_a_dry_run_needs_no_weights_and_a_run_does(run_here, tmp_path, dry_run, status):
+    model = tmp_path / "model"
+    shutil.copytree(tiny_directory(), model, ignore=shutil.ignore_patterns("*.safetensors"))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "2+3=", "completion": "5"}\n' * 4)
+    given = ["task.chat=false", f"model.path={model}", f"task.path={rows}"]
+    words = [*given, f"dry_run={str(dry_run).lower()}", f"out={tmp_path / 'out'}"]
+    code, said = run_here(lambda: recipe.run.__wrapped__(compose_config(words, SFT)))
+    assert code == status and "no such file" in said.out + said.err
 
 
 def test_conversations_are_rows(tokenizer, tmp_path):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from llamarl.comm.together import TrainerRanks
 from llamarl.learning.replay import DrawSettings
-from llamarl.types import Group
+from tests.build.group import build_group
 
 ALONE = TrainerRanks(None, torch.device("cpu"), None)
 
@@ -16,20 +14,18 @@ ALONE = TrainerRanks(None, torch.device("cpu"), None)
 def group(ticket, *, prompt=None, rewards=(0.0, 1.0), version=0, reasons=None, lengths=None):
     """Each completion is known by its tokens: ticket * 100 + its place."""
     n = len(rewards)
-    lengths = torch.tensor(lengths or [1 + (ticket + i) % 3 for i in range(n)])
-    token = torch.arange(n) + 100 * ticket
-    tokens = token.repeat_interleave(lengths)
-    return Group(
-        ticket=ticket,
-        prompt_ids=torch.tensor([7, ticket if prompt is None else prompt]),
-        lengths=lengths,
+    lengths = lengths or [1 + (ticket + i) % 3 for i in range(n)]
+    tokens = (torch.arange(n) + 100 * ticket).repeat_interleave(torch.tensor(lengths))
+    return build_group(
+        ticket,
+        lengths,
+        rewards,
+        prompt=[7, ticket if prompt is None else prompt],
+        version=version,
         token_ids=tokens,
         generator_logprobs=-tokens.float(),
-        policy_versions=torch.full_like(tokens, version),
         ref_logprobs=tokens.float() / 2,
-        rewards=torch.tensor(rewards),
         finish_reasons=tuple(reasons or ("stop",) * n),
-        outcomes=tuple("error" if math.isnan(r) else "score" for r in rewards),
     )
 
 

@@ -23,9 +23,11 @@ from llamarl.observe.rows import RowWriter
 from llamarl.observe.samples import FILE_NAME, SampleFile, read_samples, sample_lines
 from llamarl.scoring.scorer import site_alone
 from llamarl.scoring.weighted import Weighted, WeightedPart
-from llamarl.types import Completion, Group, Outcome
+from llamarl.types import Group, Outcome
 from llamarl.words.choices import GROUP_FIELDS
-from tests.updating import VERSION, go_on, groups_of, update_of
+from tests.build.completion import build_completion
+from tests.build.group import build_group
+from tests.updating import VERSION, go_on, groups_of, logprobs_alone, update_of
 
 NAN = math.nan
 
@@ -39,20 +41,15 @@ def group_of(ticket, rewards, *, tokens=3, mask=None, versions=5):
     """A group of completions of "abc...", all alike but for their rewards."""
     size = len(rewards)
     one = torch.arange(97, 97 + tokens) if tokens <= 26 else torch.full((tokens,), 97)
-    masks = torch.ones(size * tokens, dtype=torch.bool)
-    if mask is not None:
-        masks = torch.tensor(mask * size)
-    return Group(
-        ticket=ticket,
-        prompt_ids=torch.tensor(list(b"say it")),
-        lengths=torch.full((size,), tokens),
+    masks = torch.tensor((mask or [True] * tokens) * size)
+    return build_group(
+        ticket,
+        [tokens] * size,
+        rewards,
+        prompt=list(b"say it"),
+        version=versions,
         token_ids=one.repeat(size),
         generator_logprobs=torch.full((size * tokens,), -0.5).masked_fill(~masks, 0.0),
-        policy_versions=torch.full((size * tokens,), versions),
-        ref_logprobs=torch.empty(0),
-        rewards=torch.tensor(rewards),
-        finish_reasons=("stop",) * size,
-        outcomes=tuple("error" if math.isnan(r) else "score" for r in rewards),
         loss_mask=masks,
     )
 
@@ -179,8 +176,7 @@ def test_best_and_worst_are_the_first_among_equals_and_no_number_is_neither():
 # --- What the trainer tells ---
 
 
-@pytest.mark.parametrize("minibatches", [1, 2])
-@pytest.mark.parametrize("microbatch_tokens", [10, 1000])
+@pytest.mark.parametrize("microbatch_tokens, minibatches", [(10, 2), (1000, 1)])
 @pytest.mark.filterwarnings("ignore:sequences longer")
 def test_the_watched_logprobs_are_those_of_the_weights_before_the_step(
     microbatch_tokens, minibatches
@@ -205,23 +201,10 @@ def test_the_watched_logprobs_are_those_of_the_weights_before_the_step(
         for place, completion in enumerate(one.group.token_ids.split(one.group.lengths.tolist())):
             if not one.group.trained[place]:
                 continue
-            tokens = torch.cat([one.group.prompt_ids, completion])
-            want = whole_logprobs(still, tokens)[len(one.group.prompt_ids) - 1 :]
+            want = logprobs_alone(still.decoder, one.group.prompt_ids, completion).detach()
             got = one.trainer_logprobs.split(one.group.lengths.tolist())[place]
             torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
     assert update.watch.take() == []  # it holds on to nothing
-
-
-@torch.no_grad()
-def whole_logprobs(update, tokens):
-    """[n - 1]: each token's logprob after those before it, from the whole logits."""
-    from llamarl.models.attention import PackedAttention
-
-    logits = update.decoder(
-        tokens, torch.arange(len(tokens)), PackedAttention(torch.tensor([0, len(tokens)]))
-    )
-    logprobs = (logits / update.settings.temperature).log_softmax(-1)[:-1]
-    return logprobs.gather(1, tokens[1:, None])[:, 0]
 
 
 @pytest.mark.bitwise("a step follows from weights and groups alone, watched or not")
@@ -239,20 +222,8 @@ def test_a_watched_step_has_the_same_bits():
 # --- Rewards by part ---
 
 
-def completion(sample):
-    return Completion(
-        ticket=3,
-        sample_index=sample,
-        prompt_ids=torch.tensor([1]),
-        token_ids=torch.tensor([5, 2]),
-        generator_logprobs=torch.zeros(2),
-        policy_versions=torch.zeros(2, dtype=torch.int64),
-        finish_reason="stop",
-    )
-
-
 def scored(sample, columns):
-    return completion(sample), Outcome("score", 1.0, "", columns=columns)
+    return build_completion(3, sample), Outcome("score", 1.0, "", columns=columns)
 
 
 def test_columns_are_in_the_group_on_the_wire_and_after_a_draw():
@@ -261,7 +232,7 @@ def test_columns_are_in_the_group_on_the_wire_and_after_a_draw():
     assert group.columns == (columns, {})
     (come,) = wire.decode(wire.encode([group]))
     assert come.columns == group.columns
-    (sent,) = wire.decode(wire.encode([dataclasses.replace(completion(0), columns=columns)]))
+    (sent,) = wire.decode(wire.encode([build_completion(columns=columns)]))
     assert sent.columns == columns
     rows = []
     for place in (1, 0):

@@ -1,17 +1,19 @@
-"""Reward models' loss, packing, calibration and data, each against an independent way."""
-
-from __future__ import annotations
+"""Supervised training: reward models' loss, packing, calibration and data, a step that is not
+finite, and rows of JSON lines as pairs with transformers' own mask.
+"""
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from llamarl.errors import NotFinite
+from llamarl.learning import sft
 from llamarl.learning.preference import (
     BINS,
     BradleyTerry,
@@ -23,7 +25,8 @@ from llamarl.learning.preference import (
     pair_scores,
     read_preference_data,
 )
-from llamarl.learning.supervised import ExampleOrder
+from llamarl.learning.sft import conversation_pair, read_pairs, read_sft_data
+from llamarl.learning.supervised import ExampleOrder, SupervisedSettings, SupervisedUpdate
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder, random_weights
 from llamarl.models.config import read_config, tiny_directory
@@ -67,19 +70,6 @@ def test_the_loss_by_hand():
     # Sums of scores: 1 and 2.
     centred = bradley_terry(chosen, rejected, margins, center_coef=0.1)
     assert centred.item() == pytest.approx(expected + 0.1 * (1 + 4), rel=1e-6)
-
-
-def test_the_gradient_is_that_of_the_formula_that_trl_trains_by():
-    draw = torch.Generator().manual_seed(0)
-    scores = torch.randn(2, 7, generator=draw, dtype=torch.float64, requires_grad=True)
-    margins = torch.rand(7, generator=draw, dtype=torch.float64)
-    ours = bradley_terry(scores[0], scores[1], margins, center_coef=0.05) / 7
-    (of_ours,) = torch.autograd.grad(ours, scores)
-    # RewardTrainer.compute_loss
-    theirs = -F.logsigmoid(scores[0] - scores[1] - margins).mean()
-    theirs = theirs + 0.05 * torch.mean((scores[0] + scores[1]) ** 2)
-    (of_theirs,) = torch.autograd.grad(theirs, scores)
-    torch.testing.assert_close(of_ours, of_theirs)
 
 
 def test_a_far_wrong_pair_has_a_finite_loss():
@@ -179,8 +169,8 @@ def test_an_equal_score_is_not_ranked_right():
 # --- The order of examples ---
 
 
-@pytest.mark.parametrize("per_step", [1, 3, 7, 50])
-def test_every_epoch_has_every_example_once(per_step):
+def test_every_epoch_has_every_example_once():
+    per_step = 7
     order = ExampleOrder(num_examples=10, examples_per_step=per_step, epochs=2, seed=1)
     seen = []
     for step in range(order.num_steps):
@@ -232,7 +222,6 @@ def test_answers_end_with_the_end_token_and_prompts_are_apart(read):
         (GOOD | {"rejected": "2"}, "both completions are equal"),
         (GOOD | {"prompt": " "}, '"prompt" must be text that is not empty'),
         (GOOD | {"prompt": []}, '"prompt" is an empty list'),
-        (GOOD | {"margin": "much"}, '"margin" must be a finite number'),
         (GOOD | {"margin": float("nan")}, '"margin" must be a finite number'),
         (GOOD | {"margin": True}, '"margin" must be a finite number'),
         (GOOD | {"chosen": "1" * 20}, "task.max_tokens=16"),
@@ -253,23 +242,6 @@ def test_pairs_that_are_too_long_are_left_out_where_that_is_asked_for(read, capl
     assert "1 of 3 rows have more than task.max_tokens=16 tokens" in caplog.text
     with pytest.raises(ValueError, match="no row fits"):
         read(GOOD | {"chosen": "1" * 20}, drop_long=True)
-
-
-def test_held_out_pairs_are_not_trained_on(read):
-    rows = [GOOD | {"prompt": f"{i}=", "chosen": str(i)} for i in range(40, 60)]
-    data = read(*rows, num_eval=2)
-    answers = [tuple(pair.chosen_ids.tolist()) for pair in data.train + data.held_out]
-    assert (len(data.train), len(data.held_out), len(set(answers))) == (18, 2, 20)
-
-
-def test_no_pair_of_a_held_out_prompt_is_trained_on(read, caplog):
-    """20 prompts with three pairs each."""
-    rows = [GOOD | {"prompt": f"{i % 20}=", "chosen": str(i)} for i in range(40, 100)]
-    data = read(*rows, num_eval=500)
-    trained = [tuple(pair.prompt_ids.tolist()) for pair in data.train]
-    held = [tuple(pair.prompt_ids.tolist()) for pair in data.held_out]
-    assert (len(trained), len(held)) == (54, 2) and not set(trained) & set(held)
-    assert "60 rows have 20 different prompts: 2 are held out, and 4 more rows" in caplog.text
 
 
 def chat_tokenizer() -> PreTrainedTokenizerFast:
@@ -309,3 +281,254 @@ def test_messages_that_do_not_repeat_the_prompt_are_refused(read):
     chosen = [{"role": "user", "content": "c"}, {"role": "assistant", "content": "b"}]
     with pytest.raises(ValueError, match="do not begin with the prompt's"):
         read({"prompt": "a", "chosen": chosen, "rejected": "c"}, tokenizer=chat_tokenizer())
+
+
+# --- A supervised step that is not finite changes nothing, whichever of loss and grad ---
+
+
+SETTINGS = SupervisedSettings(
+    lr=0.5,
+    schedule="constant",
+    warmup_steps=0,
+    max_steps=2,
+    microbatch_tokens=8,
+    max_grad_norm=1.0,
+)
+
+
+def sound(weight):
+    return weight.square().sum()
+
+
+def infinite_gradient(weight):
+    """0, whose derivative by the root of 0 is not finite."""
+    return (weight - weight.detach()).abs().sqrt().sum()
+
+
+def infinite_loss(weight):
+    """A constant that is no number beside a gradient that is one."""
+    return weight.square().sum() + math.inf
+
+
+class OfOneWeight:
+    """An Objective whose examples say what the loss of their microbatch is."""
+
+    def num_tokens(self, example):
+        return 8  # a microbatch each
+
+    def num_targets(self, example):
+        return 1
+
+    def pack(self, examples, device):
+        return examples
+
+    def loss(self, decoder, batch):
+        weight = decoder.norm.scale
+        return batch[0](weight), {}, SimpleNamespace(padded_tokens=8)
+
+
+def weights_of(decoder):
+    return [parameter.detach().clone() for parameter in decoder.parameters()]
+
+
+@pytest.mark.parametrize("broken, said", [(infinite_gradient, "nan"), (infinite_loss, "inf")])
+@pytest.mark.parametrize("place", [0, 1])
+def test_what_is_not_finite_changes_nothing_and_the_next_step_is_sound(broken, said, place):
+    decoder = random_weights(build_decoder(read_config(tiny_directory())), seed=3)
+    optimizer = torch.optim.AdamW(decoder.parameters(), lr=0.5)
+    device = torch.device("cpu")
+    update = SupervisedUpdate(
+        decoder, optimizer, OfOneWeight(), SETTINGS, group=None, device=device
+    )
+    before = weights_of(decoder)
+    examples = [sound, sound]
+    examples[place] = broken
+    with pytest.raises(NotFinite, match=rf"step 0: loss .*{said}.*; nothing was changed"):
+        update.run(examples, 0)
+    assert all(map(torch.equal, weights_of(decoder), before))
+    assert not optimizer.state, "a moment of what is not finite would spoil all later steps"
+    assert all(parameter.grad is None for parameter in decoder.parameters())
+    row = update.run([sound, sound], 1)
+    assert math.isfinite(row["loss/value"]) and math.isfinite(row["grad_norm"])
+    changed = [torch.equal(*pair) for pair in zip(weights_of(decoder), before)]
+    assert changed.count(False) == 1
+
+
+# --- Rows of JSON lines as supervised pairs ---
+
+
+TEMPLATE = (
+    "<bos>{% for m in messages %}{{ m['role'] }}: "
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<eos>{% endgeneration %}"
+    "{% else %}{{ m['content'] }}{% endif %};{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+SYSTEM = {"role": "system", "content": "add"}
+ONE = {"role": "user", "content": "1+1"}
+TWO = {"role": "user", "content": "10+2"}
+SAID = [{"role": "assistant", "content": text} for text in ("2", "12", "0")]
+
+
+@pytest.fixture
+def tokenizer():
+    return load_tokenizer(tiny_directory())
+
+
+@pytest.fixture
+def chatting(tokenizer):
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def rows(path, *lines):
+    path.write_text(
+        "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+    )
+    return path
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [ONE, SAID[0]],
+        [SYSTEM, ONE, SAID[0], TWO, SAID[1]],
+        [ONE, SAID[0], TWO],
+        [SYSTEM, SAID[2], ONE, TWO, SAID[1]],
+    ],
+    ids=range(4),
+)
+def test_what_is_learned_is_what_transformers_marks_as_the_assistants(chatting, messages):
+    pair = conversation_pair(messages, chatting)
+    want = chatting.apply_chat_template(
+        messages, return_assistant_tokens_mask=True, return_dict=True, tokenize=True
+    )
+    size = pair.token_ids.numel()
+    assert pair.token_ids.tolist() == want["input_ids"][:size]
+    assert pair.learned.tolist() == [bool(x) for x in want["assistant_masks"]][:size]
+    assert not any(want["assistant_masks"][size:]) and pair.learned[-1], (
+        "ends with the last learned token"
+    )
+
+
+def test_a_packed_conversation_learns_every_reply_and_nothing_else(chatting):
+    pairs = [
+        conversation_pair([SYSTEM, ONE, SAID[0], TWO, SAID[1]], chatting),
+        sft.SFTPair(torch.tensor([1, 5, 6, 2]), torch.tensor([False, False, True, True])),
+    ]
+    batch = sft.pack_pairs(pairs)
+    assert chatting.decode(batch.labels[batch.rows]) == "2<eos>12<eos>" + chatting.decode([6, 2])
+    assert batch.pairs.tolist() == [0] * (2 + 3) + [1] * 2
+    before = pairs[0].token_ids[:-1][pairs[0].learned[1:]]
+    assert batch.input_ids[batch.rows][:5].tolist() == before.tolist()
+
+
+def test_a_prompt_and_its_completion_end_with_the_end_token(tokenizer, tmp_path):
+    file = rows(
+        tmp_path / "a.jsonl",
+        {"prompt": "1+1=", "completion": "2"},
+        "",
+        {"prompt": "1+2=", "answer": 3},
+    )
+    first, second = read_pairs(file, tokenizer, max_tokens=99)
+    assert (
+        tokenizer.decode(first.token_ids) == "<bos>1+1=2<eos>"
+        and first.learned.tolist() == [False] * 5 + [True] * 2
+    )
+    assert tokenizer.decode(second.token_ids) == "<bos>1+2=3<eos>"
+
+
+def test_a_prompt_is_a_user_turn_where_there_is_a_template(chatting, tmp_path):
+    file = rows(
+        tmp_path / "a.jsonl", {"prompt": "1+1", "completion": "2"}, {"messages": [ONE, SAID[0]]}
+    )
+    first, second = read_pairs(file, chatting, max_tokens=99)
+    assert (
+        chatting.decode(first.token_ids)
+        == "<bos>user: 1+1;assistant: 2<eos>"
+        == chatting.decode(second.token_ids)
+    )
+    (plain, _) = read_pairs(file, chatting, max_tokens=99, chat=False)
+    assert chatting.decode(plain.token_ids) == "<bos>1+12<eos>"
+
+
+def test_a_prompt_may_be_empty_where_a_text_begins_with_a_token_of_its_own(tokenizer, tmp_path):
+    file = rows(tmp_path / "a.jsonl", {"prompt": "", "completion": "2"})
+    (pair,) = read_pairs(file, tokenizer, max_tokens=9)
+    assert tokenizer.decode(pair.token_ids) == "<bos>2<eos>"
+    assert pair.learned.tolist() == [False, True, True]
+
+    class Bare:
+        chat_template = None
+        eos_token_id = 0
+
+        def encode(self, text):
+            return [ord(sign) for sign in text]
+
+    with pytest.raises(ValueError, match='a.jsonl:1: "prompt" is empty, and this tokenizer'):
+        read_pairs(file, Bare(), max_tokens=9)
+
+
+def test_a_number_is_learned_as_it_is_written_in_full(tokenizer, tmp_path):
+    numbers = [{"prompt": "1", "completion": one} for one in (42.0, 1e-05, 7)]
+    found = read_pairs(rows(tmp_path / "a.jsonl", *numbers), tokenizer, max_tokens=11)
+    learned = [tokenizer.decode(pair.token_ids[pair.learned]) for pair in found]
+    assert learned == ["42<eos>", "0.00001<eos>", "7<eos>"]
+
+
+BAD = {
+    "not JSON": "{",
+    "need a JSON object": [1],
+    'no key "completion"; ': {"prompt": "1"},
+    '"prompt" must be text, this is list': {"prompt": ["1"], "completion": "1"},
+    '"completion" must be text that is not empty': {"prompt": "1", "completion": ""},
+    '"completion" must be text, this is NoneType': {"prompt": "1", "completion": None},
+    "the answer is bool True; need a text": {"prompt": "1", "completion": True},
+    "12 tokens, the model takes 11": {"prompt": "12345", "completion": "12345"},
+    '"messages" must be a list': {"messages": "hello"},
+    '"messages", message 2: need {"role": ..., "content": text}': {
+        "messages": [ONE, {"role": "assistant"}]
+    },
+    "message 1 has role 'human'; there is system, user": {
+        "messages": [{"role": "human", "content": "1"}, SAID[0]]
+    },
+    "two assistant messages in a row": {"messages": [ONE, SAID[0], SAID[1]]},
+    "no assistant message": {"messages": [ONE]},
+    "no chat template": {"messages": [ONE, SAID[0]]},
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_bad_row_is_named_by_file_and_line(tokenizer, tmp_path, what):
+    file = rows(tmp_path / "bad.jsonl", {"prompt": "1", "completion": "2"}, BAD[what])
+    with pytest.raises(ValueError) as caught:
+        read_pairs(file, tokenizer, max_tokens=11)
+    assert f"{file}:2: " in str(caught.value) and what in str(caught.value)
+
+
+def test_a_template_that_changes_earlier_turns_or_refuses_is_named(chatting, tmp_path):
+    file = rows(tmp_path / "bad.jsonl", {"messages": [ONE, SAID[0], TWO, SAID[1]]})
+    chatting.chat_template = TEMPLATE.replace(
+        "{{ m['content'] }}<eos>", "{% if loop.last %}think {% endif %}{{ m['content'] }}<eos>"
+    )
+    with pytest.raises(
+        ValueError, match="bad.jsonl:1: the chat template shows message 2 otherwise"
+    ):
+        read_pairs(file, chatting, max_tokens=99)
+    chatting.chat_template = (
+        "{% if messages|length > 1 %}{{ raise_exception('no system') }}{% endif %}"
+    )
+    with pytest.raises(ValueError, match="bad.jsonl:1: the chat template refuses it: no system"):
+        read_pairs(file, chatting, max_tokens=99)
+
+
+def test_no_row_of_a_held_out_prompt_is_learned(tokenizer, tmp_path, caplog):
+    """20 prompts with three rows each; and as many texts without a prompt, which all differ."""
+    lines = [{"prompt": f"{i % 20}=", "completion": str(i)} for i in range(60)]
+    data = read_sft_data(task_of(rows(tmp_path / "a.jsonl", *lines), num_eval=500), tokenizer)
+    trained = [tuple(pair.token_ids[~pair.learned].tolist()) for pair in data.train]
+    held = [tuple(pair.token_ids[~pair.learned].tolist()) for pair in data.held_out]
+    assert (len(trained), len(held)) == (54, 2) and not set(trained) & set(held)
+    assert "60 rows have 20 different prompts: 2 are held out, and 4 more rows" in caplog.text
+    lines = [line | {"prompt": ""} for line in lines]
+    data = read_sft_data(task_of(rows(tmp_path / "b.jsonl", *lines), num_eval=500), tokenizer)
+    assert (len(data.train), len(data.held_out)) == (54, 6)
