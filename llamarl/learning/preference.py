@@ -67,12 +67,6 @@ class Preference:
     rejected_ids: Tensor  # [L] int64
     margin: float = 0.0  # by how much the chosen one is to score higher, at the loss's middle
 
-    @property
-    def num_tokens(self) -> int:
-        """The tokens of a pair, with the prompt once."""
-        ids = (self.prompt_ids, self.chosen_ids, self.rejected_ids)
-        return sum(part.numel() for part in ids)
-
 
 @dataclass(frozen=True, slots=True)
 class PreferenceBatch:
@@ -110,8 +104,8 @@ class BradleyTerry:
         self.center_coef = center_coef
 
     def num_tokens(self, pair: Preference) -> int:
-        """Return how many tokens a pair takes of a microbatch."""
-        return pair.num_tokens
+        """Return how many tokens a pair takes of a microbatch, with its prompt once."""
+        return sum(ids.numel() for ids in (pair.prompt_ids, pair.chosen_ids, pair.rejected_ids))
 
     def num_targets(self, pair: Preference) -> int:
         """Return 1: a pair is one target of the mean."""

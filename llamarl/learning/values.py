@@ -78,25 +78,6 @@ def value_head(dim: int, *, mesh: DeviceMesh | None, device: torch.device) -> Va
     return head
 
 
-def with_values(head: Head, values: ValueHead, rows: Tensor) -> Head:
-    """Return a head for Decoder.forward that gives what `head` gives (logprobs, entropy), and the
-    value of the hidden state of each row.
-    """
-    of_rows = only_values(values, rows)
-
-    def both(hidden_TD: Tensor, weight_VD: Tensor) -> tuple[object, ...]:
-        made = head(hidden_TD, weight_VD)
-        assert isinstance(made, tuple), "a head of labels gives logprobs and entropy"
-        return (*made, of_rows(hidden_TD, weight_VD))
-
-    return both
-
-
-def only_values(values: ValueHead, rows: Tensor) -> Head:
-    """Return a head for Decoder.forward that gives values alone: no logits are made."""
-    return lambda hidden_TD, _: values(hidden_TD.index_select(0, rows))
-
-
 @dataclass(frozen=True, slots=True)
 class CriticSettings:
     """Settings of a critic. lr: of its own parameters, by the policy's schedule. coef: of its loss.
@@ -247,12 +228,23 @@ class SharedCritic(Critic):
 
     def values(self, policy: Decoder, batch: PackedBatch, attention: PackedAttention) -> Tensor:
         """Return values by a forward of the policy that makes no logits."""
-        head = only_values(self.head, batch.rows)
+
+        def head(hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
+            return self.head(hidden_TD.index_select(0, batch.rows))
+
         return policy(batch.input_ids, batch.positions, attention, head)
 
     def beside(self, head: Head, rows: Tensor) -> Head:
-        """Return a head that gives what `head` gives, and values."""
-        return with_values(head, self.head, rows)
+        """Return a head that gives what `head` gives (logprobs, entropy), and the value of the
+        hidden state of each row.
+        """
+
+        def both(hidden_TD: Tensor, weight_VD: Tensor) -> tuple[object, ...]:
+            made = head(hidden_TD, weight_VD)
+            assert isinstance(made, tuple), "a head of labels gives logprobs and entropy"
+            return (*made, self.head(hidden_TD.index_select(0, rows)))
+
+        return both
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

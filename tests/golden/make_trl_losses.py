@@ -1,5 +1,5 @@
 """Writes trl_losses.json beside it: losses and gradients of TRL's own trainers on fixed tensors
-(tests/unit/test_losses_trl.py).
+(tests/unit/test_losses_formulas.py).
 
 Needs TRL 1.16, which the package does not: run it with an environment that has it. Each trainer's
 `_compute_loss` is called as it is, on a stand-in for the trainer that hands it these logprobs in

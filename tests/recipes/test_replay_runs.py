@@ -56,12 +56,6 @@ def share_of_all_lags(row):
     return sum(value for name, value in row.items() if name.startswith("lag/tokens/"))
 
 
-def tickets_held(job, rank):
-    """Return the tickets of the groups that a trainer rank holds, by its last checkpoint."""
-    state = json.loads((job.checkpoint / f"trainer.rank{rank}.json").read_text())
-    return {ticket for ticket, _ in state["held"]}
-
-
 @pytest.fixture(scope="module")
 def synchronous_replay(tmp_path_factory):
     with ForkedJob(*SMALL, *SYNCHRONOUS, run_dir=tmp_path_factory.mktemp("replay") / "run") as job:
@@ -163,27 +157,6 @@ def test_a_resumed_run_has_the_reference_of_one_that_was_not_stopped(reset_run, 
         ) as job:
             assert job.wait() == 0, job.output
     assert untimed(job.rows)[-1] == untimed(reset_run.rows)[-1]
-
-
-@pytest.mark.slow
-def test_two_trainer_ranks_have_a_share_each_and_one_goes_on_with_both(tmp_path):
-    three = ("placement.trainer=[0,1]", "placement.generator=[2]", "placement.reward=[2]")
-    quiet = ("eval.every=0", "checkpoint.every=0")
-    with ForkedJob(
-        *SMALL, *FREE, *three, *quiet, "max_steps=3", run_dir=tmp_path / "run", ranks=3
-    ) as job:
-        assert job.wait() == 0, job.output
-        first = tickets_held(job, rank=0)
-        second = tickets_held(job, rank=1)
-        size = held_in(job.rows[-1])
-    parities = [{ticket % 2 for ticket in first}, {ticket % 2 for ticket in second}]
-    assert parities in ([{0}, {1}], [{1}, {0}])
-    with ForkedJob(
-        *SMALL, *FREE, *quiet, "max_steps=4", "resume=auto", run_dir=tmp_path / "run"
-    ) as job:
-        assert job.wait() == 0, job.output
-    assert tickets_held(job, rank=0) >= first | second
-    assert held_in(job.rows[-1]) >= size
 
 
 REDUCED = (

@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import (
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
 )
@@ -25,7 +24,6 @@ from llamarl.models.attention import PackedAttention
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.loading import load_scorer
 from llamarl.models.scorer import scores_at
-from llamarl.observe.report import write_report
 from llamarl.words.findings import ConfigError
 from recipes import reward_model
 from tests.launching import ROOT, ForkedJob, untimed
@@ -182,18 +180,6 @@ def test_a_run_killed_and_resumed_equals_one_that_was_not(pairs, tmp_path, ranks
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_over_another_number_of_ranks(two_ranks, pairs, tmp_path):
-    """From two ranks' checkpoint to one's."""
-    shutil.copytree(two_ranks.run_dir, tmp_path / "out")
-    shutil.rmtree(tmp_path / "out" / "checkpoints" / f"step_{STEPS}")
-    with job_of(*SMALL, pairs, "resume=auto", out=tmp_path / "out") as job:
-        assert job.wait() == 0, job.output
-    assert f"resumed from step_{STEPS - 2}" in job.output
-    last, before = job.rows[-1], two_ranks.rows[-1]
-    assert last["eval/loss"] == pytest.approx(before["eval/loss"], rel=TRAINED, abs=TRAINED)
-
-
-@pytest.mark.slow
 def test_a_stop_request_saves_and_writes_no_model(pairs, tmp_path):
     with job_of(*SMALL, "max_steps=1000", "epochs=100", pairs, out=tmp_path / "out") as job:
         job.until(lambda: len(job.rows) >= 3, "three rows")
@@ -202,14 +188,6 @@ def test_a_stop_request_saves_and_writes_no_model(pairs, tmp_path):
         assert "resume=auto goes on" in job.output
         assert verify(job.checkpoint) == []
     assert not (tmp_path / "out" / "config.json").exists()
-
-
-@pytest.mark.slow
-def test_the_report_has_its_curves(two_ranks, tmp_path):
-    page = write_report(two_ranks.run_dir, tmp_path / "report.html").read_text()
-    for title in ("Loss", "Accuracy", "Scores", "Reliability", "Calibration error"):
-        assert f"<strong>{title}</strong>" in page
-    assert "Lag" not in page
 
 
 @pytest.fixture
@@ -277,60 +255,18 @@ def test_what_is_wrong_with_a_command_line_is_told_at_once(pairs, tmp_path):
         )
 
 
-def test_table_6_of_async_rlhf(pairs):
-    given = ["+experiment=async_rlhf_table6", TINY_PATH, pairs, "out=x"]
-    config = compose_config(given, kind=REWARD_MODEL)
-    assert (config.lr, config.trainer.schedule, config.epochs) == (3e-6, "linear", 1.0)
-    assert (config.examples_per_step, config.task.max_tokens) == (256, 1024)
-
-
-def test_table_5_of_async_rlhf(pairs):
-    given = ["+experiment=async_rlhf_table5", TINY_PATH, pairs, "out=x"]
-    config = compose_config(given, kind=SFT)
-    trainer = config.trainer
-    assert (config.lr, trainer.schedule, config.epochs) == (5e-6, "linear", 2.0)
-    assert (config.examples_per_step, config.task.max_tokens) == (128, 4096)
-    assert (trainer.warmup_fraction, trainer.weight_decay) == (0.03, 0.0)
-
-
-def long_sft(*more: str, out: Path, ranks: int | None = 2) -> ForkedJob:
-    """A run whose examples lie beside `out`."""
-    rows = write_rows(out.parent / "rows.jsonl", 300)
-    given = (*SMALL, "max_steps=48", rows, *more)
-    return job_of(*given, out=out, ranks=ranks, recipe=SFT_RECIPE)
-
-
-@pytest.fixture(scope="module")
-def sft_on_two_ranks(tmp_path_factory):
-    with long_sft(out=tmp_path_factory.mktemp("sft") / "whole") as job:
-        assert job.wait() == 0, job.output
-        yield job
-
-
-@pytest.mark.bitwise("a run that was resumed is the one that was not")
-@pytest.mark.slow
-def test_sft_killed_on_two_ranks_and_resumed_is_the_run_that_was_not(sft_on_two_ranks, tmp_path):
-    out = tmp_path / "out"
-    with long_sft(out=out) as killed:
-        killed.until(lambda: (out / "checkpoints" / "latest").exists(), "a checkpoint")
-        os.kill(max(killed.rank_pids().items())[1], signal.SIGKILL)
-        assert killed.wait() != 0
-    with long_sft("resume=auto", out=out) as resumed:
-        assert resumed.wait() == 0, resumed.output
-    assert untimed(resumed.rows) == untimed(sft_on_two_ranks.rows)
-
-
-@pytest.mark.slow
-def test_sft_on_two_ranks_trains_as_in_one_process(sft_on_two_ranks, tmp_path):
-    whole = sft_on_two_ranks
-    model = AutoModelForCausalLM.from_pretrained(whole.run_dir)
-    assert model.config.architectures == ["LlamaForCausalLM"]
-    with long_sft(out=tmp_path / "alone", ranks=None) as alone:
-        assert alone.wait() == 0, alone.output
-    for ours, theirs in zip(whole.rows, alone.rows, strict=True):
-        if "eval/loss" in ours:
-            assert ours["eval/loss"] == pytest.approx(theirs["eval/loss"], rel=TRAINED)
-    assert whole.rows[-1]["eval/loss"] < whole.rows[0]["eval/loss"]
+@pytest.mark.parametrize(
+    "table, kind, given",
+    [
+        (5, SFT, {"lr": 5e-6, "epochs": 2.0, "examples_per_step": 128}),
+        (6, REWARD_MODEL, {"lr": 3e-6, "epochs": 1.0, "examples_per_step": 256}),
+    ],
+)
+def test_tables_of_async_rlhf(pairs, table, kind, given):
+    words = [f"+experiment=async_rlhf_table{table}", TINY_PATH, pairs, "out=x"]
+    config = compose_config(words, kind=kind)
+    assert config.trainer.schedule == "linear"
+    assert {name: getattr(config, name) for name in given} == given
 
 
 @pytest.mark.slow

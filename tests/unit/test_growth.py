@@ -15,68 +15,13 @@ from llamarl.checkpoint.service import CheckpointService
 from llamarl.comm import wire
 from llamarl.comm.channel import dp_rank_of
 from llamarl.comm.control import Control
-from llamarl.controller import ExecutorController
 from llamarl.learning.buffer import GroupBuffer
 from llamarl.tickets.ledger import TicketLedger
-from llamarl.tickets.pool import TicketPool
 from llamarl.tickets.service import TicketService
-from llamarl.types import Verdict
 from tests.simulated_mail import SimulatedMail
 from tests.unit.replaying import group
 
 MANY = 16
-
-
-def test_an_ask_that_is_refused_again_looks_at_no_pool_until_there_is_room(monkeypatch):
-    ledger = TicketLedger(groups_per_step=2 * MANY, max_lag=1, overcommit=0, num_pools=MANY)
-    looked = []
-    may_start = TicketPool.may_start
-
-    def watched(pool, *given):
-        looked.append(pool)
-        return may_start(pool, *given)
-
-    monkeypatch.setattr(TicketPool, "may_start", watched)
-    first = [ticket.index for ticket in ledger.start(3 * MANY, version=0)]
-    assert first == list(range(2 * MANY)) and len(looked) == 3 * MANY
-    assert ledger.start(1, version=0) == [] and len(looked) == 3 * MANY
-    ledger.finish(first)
-    assert ledger.start(1, version=0) == [] and len(looked) == 3 * MANY, "none is taken yet"
-    assert ledger.take(0) is not None
-    (next_one,) = ledger.start(1, version=0)
-    assert next_one.index == 2 * MANY and len(looked) == 3 * MANY + 1
-
-
-EQUAL = Verdict(num_scored=2, total=2.0, teaches=False, solved=2.0)
-
-
-@pytest.mark.parametrize("max_refill, looked_at", [(0, 0), (1, MANY)])
-def test_a_group_that_finishes_has_its_own_pool_looked_at_alone(monkeypatch, max_refill, looked_at):
-    ledger = TicketLedger(
-        groups_per_step=MANY, max_lag=1, overcommit=0, num_pools=MANY, max_refill=max_refill
-    )
-    first = [ticket.index for ticket in ledger.start(MANY, version=0)]
-    looked = []
-    give_back = TicketPool.give_back
-
-    def watched(pool):
-        looked.append(pool)
-        return give_back(pool)
-
-    monkeypatch.setattr(TicketPool, "give_back", watched)
-    ledger.finish(first[:1])  # the first of a step looks at all
-    looked.clear()
-    for ticket in first[1:]:
-        assert ledger.finish([ticket], {ticket: EQUAL}) == [ticket][:max_refill]
-    assert len(looked) == max(0, looked_at - 1)
-
-
-def test_pools_that_are_asked_with_two_deadlines_start_each_ticket_once_and_in_order():
-    ledger = TicketLedger(groups_per_step=MANY, max_lag=3, overcommit=MANY, num_pools=MANY // 2)
-    started = []
-    for turn in range(MANY):
-        started += [ticket.index for ticket in ledger.start(1, version=turn % 2)]
-    assert started == list(range(MANY))
 
 
 class Counting(SimulatedMail):
@@ -160,21 +105,6 @@ def test_a_rank_that_has_not_beaten_yet_is_no_silent_one():
     store.set("beat/2", "7")
     leader._look_for_silent(store, seen)
     assert seen[1][0] == b"" and seen[2][0] == b"7" and leader.failure is None
-
-
-def test_a_rank_that_meets_others_asks_for_one_key():
-    store = Store()
-    for rank in range(MANY):
-        control = control_of(rank, MANY, store)
-        world = SimpleNamespace(rank=rank, size=MANY, store=lambda: store)
-        if rank < MANY - 1:
-            store.set(f"met/start/{rank}", "")
-            store.add("met/start/count", 1)
-            continue
-        settings = SimpleNamespace(timeout_s=60.0)
-        meeting = SimpleNamespace(world=world, settings=settings, control=control)
-        ExecutorController._meet(meeting, "start")
-    assert store.keys_checked == 1
 
 
 def test_trainer_ranks_that_meet_in_a_checkpoint_send_one_message_each_to_the_leader_and_back():

@@ -7,7 +7,6 @@ import errno
 import json
 import logging
 import os
-import subprocess
 
 import pytest
 
@@ -123,19 +122,6 @@ def test_what_stands_behind_the_last_whole_line_is_cut_off(tmp_path):
     assert steps_of(file.path) == [1, 2]
 
 
-def test_what_was_held_and_is_written_makes_room_in_memory(tmp_path, disk, monkeypatch):
-    monkeypatch.setattr(sinks_module, "MOST_HELD_BYTES", 3 * LINE)
-    file = Jsonl(tmp_path / "metrics.jsonl")
-    for first in (1, 4, 7):
-        disk.room = 0
-        for step in range(first, first + 3):
-            file.write(row(step))
-        disk.room = None
-        assert file.retry()
-    file.close()
-    assert steps_of(file.path) == list(range(1, 10))
-
-
 def test_a_directory_that_cannot_be_made_yet_loses_no_row(tmp_path):
     (tmp_path / "run").write_text("a file in the directory's place")
     file = Jsonl(tmp_path / "run" / "metrics.jsonl")
@@ -243,21 +229,6 @@ def test_rows_that_are_refused_at_the_end_keep_no_sink_open(tmp_path, disk):
     assert kept.is_closed and kept.steps == [1]
 
 
-def test_a_checkpoint_tries_again_to_write_what_is_held(tmp_path, disk):
-    rows = writer(tmp_path)
-    disk.room = 0
-    train(rows, 1, 2)
-    disk.room = None
-    assert rows.state_dict(2)["held"] == [] and written(tmp_path) == [1, 2]
-
-
-def test_the_summary_counts_rows_that_are_held(tmp_path, disk):
-    rows = writer(tmp_path)
-    disk.room = 0
-    train(rows, 1, 2)
-    assert rows.summary().startswith("2 steps in ")
-
-
 class Broken:
     """A sink whose service is gone."""
 
@@ -291,26 +262,3 @@ def test_a_sink_that_fails_is_warned_of_once_and_hinders_neither_the_file_nor_th
     assert written(tmp_path) == kept.steps == [1, 2, 3] and kept.is_closed
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith("Broken did not take a row (RuntimeError: no route to host)")
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk")
-def test_a_disk_that_is_really_full_holds_rows_and_takes_them_later(tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("nothing can be mounted here")
-    try:
-        rows = writer(disk)
-        train(rows, 1)
-        filler = disk / "filler"
-        with pytest.raises(OSError), filler.open("wb", buffering=0) as file:
-            while True:
-                file.write(bytes(4096))
-        train(rows, *range(2, 101))
-        assert rows.file.held
-        filler.unlink()
-        rows.close()
-        assert written(disk) == list(range(1, 101))
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)

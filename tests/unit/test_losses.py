@@ -330,7 +330,7 @@ def test_a_loss_that_compares_with_a_reference_needs_one(name):
         replace(problem(), ref=None).call(PUBLISHED[name])
 
 
-# --- What a loss of one's own declares of itself, as the config's check finds it ---
+# --- a loss of one's own, as the config's check finds it ---
 
 
 MARKED = """

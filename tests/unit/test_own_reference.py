@@ -138,24 +138,6 @@ def test_a_reference_is_split_evenly():
 
 
 @pytest.mark.slow
-def test_a_run_with_it(tmp_path):
-    overrides = (
-        *SMALL,
-        "trainer.lora.rank=4",
-        "reference=adapters_off",
-        "loss.kl_coef=0.1",
-        "max_lag=0",
-        "lr=1e-2",
-        "max_steps=2",
-    )
-    with ForkedJob(*overrides, run_dir=tmp_path / "run") as job:
-        assert job.wait() == 0, job.output
-        rows = job.rows[1:]
-    assert rows[0]["kl/ref"] == pytest.approx(0.0, abs=1e-6)  # the adapters start at 0
-    assert rows[1]["kl/ref"] > 1e-6
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_a_run_with_a_reference_that_is_sharded_as_the_trainer_is(tmp_path, ranks):
     """Its values are those of a frozen one: the same run, seen by its metrics."""

@@ -176,22 +176,6 @@ def placed_on(ranks):
     return [f"placement.trainer={list(range(ranks - 1))}".replace(" ", ""), *others]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("max_lag", ["1", "null"])
-def test_a_run_with_one_group_a_step_goes_on_with_more_trainer_ranks(tmp_path, max_lag):
-    """Two ranks share each prompt, whose group goes to one of them."""
-    split = ("buffer=replay", "buffer.draw=split", "loss=tb", "reference=frozen", "eval.every=0")
-    given = (*SMALL, *split, "groups_per_step=1", f"max_lag={max_lag}", "resume=auto")
-    for ranks, steps in ((2, 3), (3, 6)):
-        words = (*given, *placed_on(ranks), f"max_steps={steps}")
-        with ForkedJob(*words, run_dir=tmp_path / "run", ranks=ranks) as job:
-            assert job.wait() == 0, job.output
-    assert [row["step"] for row in job.rows] == list(range(1, 7))
-    assert all(row["tokens/trained"] > 0 for row in job.rows)
-    sizes = [row["buffer/size"] + row["buffer/copies"] for row in job.rows]
-    assert sizes == sorted(sizes), "what was held before is held still"
-
-
 SPLIT = ("buffer.draw=split", "groups_per_step=3", "loss=tb", "reference=frozen")
 
 

@@ -103,7 +103,7 @@ def test_a_small_product_is_not_rounded_away_in_bfloat16(projection):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("targets", [("q_proj",), ("v_proj", "gate_proj"), ("o_proj",), ALL])
+@pytest.mark.parametrize("targets", [("v_proj", "gate_proj"), ALL])
 @pytest.mark.parametrize("is_laid", [False, True])
 def test_the_kernel_decodes_adapters_as_the_module_does(dtype, targets, is_laid):
     lora = dataclasses.replace(LORA, targets=targets)
@@ -129,25 +129,6 @@ def test_the_kernel_decodes_adapters_as_the_module_does(dtype, targets, is_laid)
             base = module.score(TOKENS[:1], TOKENS[1:], 1.0)
         assert (got - want).abs().max() <= close
         assert (want - base).abs().max() > 10 * torch.finfo(dtype).eps
-
-
-def test_a_new_version_lays_out_adapters_alone():
-    decoder = decoder_with(adapters_after(1e-3, STEPS, config_of()))
-    engine = Engine(decoder, max_slots=4, max_len=64, device="cpu")
-    native = engine._runner.native
-    if native is None:
-        pytest.skip("no C kernels here")
-    native.refresh()
-    laid = [product._laid for product in native._products]
-    kept = [tensor.data_ptr() for tensor in native._kept]
-    with torch.no_grad():
-        for _, parameter in adapters_of(decoder):
-            parameter.mul_(0.5)
-    engine.weights_changed(1)
-    native.refresh()
-    assert [tensor.data_ptr() for tensor in native._kept] == kept
-    now = [product._laid for product in native._products]
-    assert all(one is other for one, other in zip(laid, now))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -283,7 +283,7 @@ def test_messages_that_do_not_repeat_the_prompt_are_refused(read):
         read({"prompt": "a", "chosen": chosen, "rejected": "c"}, tokenizer=chat_tokenizer())
 
 
-# --- A supervised step that is not finite changes nothing, whichever of loss and grad ---
+# --- A step that is not finite ---
 
 
 SETTINGS = SupervisedSettings(
@@ -354,7 +354,7 @@ def test_what_is_not_finite_changes_nothing_and_the_next_step_is_sound(broken, s
     assert changed.count(False) == 1
 
 
-# --- Rows of JSON lines as supervised pairs ---
+# --- Rows to learn ---
 
 
 TEMPLATE = (

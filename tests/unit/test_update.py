@@ -270,13 +270,6 @@ def test_fresh_tokens_with_other_logprobs_are_a_parity_error_and_change_nothing(
     assert state_of(update) == before
 
 
-def test_the_root_mean_square_of_differences_does_not_grow_with_their_number():
-    """A token in seven is off by as much."""
-    groups = [own_logprobs(0.02)[0] for _ in range(8)]
-    metrics = update_of(decoder_of(uniform=True)).run(groups, VERSION, go_on).metrics
-    assert metrics["parity/logprob_diff_rms"] == pytest.approx(0.02 / math.sqrt(7), abs=1e-5)
-
-
 @pytest.mark.parametrize(
     "offset, versions, tolerance, want",
     [
@@ -497,14 +490,6 @@ def test_a_canary_for_a_quantised_generator_holds_the_likeliest_tokens_too(top):
         canary(update).logprobs,
         abs=1e-5,
     )
-
-
-def test_each_update_has_its_own_rate():
-    settings = dataclasses.replace(SETTINGS, minibatches_per_step=2, max_steps=2)
-    rates = []
-    for version in (0, 1):
-        rates += [settings.rate(version, index) for index in (0, 1)]
-    assert rates == pytest.approx([1.0, 0.75, 0.5, 0.25])
 
 
 @pytest.mark.parametrize(
@@ -729,49 +714,10 @@ def test_a_loss_over_whole_groups_is_that_of_one_sequence_at_a_time():
         torch.testing.assert_close(old - new, gradient, atol=STEP * largest, rtol=0)
 
 
-def test_an_entropy_bonus_is_that_of_the_whole_softmax():
-    """The gradient through the chunked entropy, against -sum p log p of whole logits."""
-    groups, coef = [group(4, [6, 2, 9], [1.0, 0.5, 0.0])], 0.3
-    decoder, total = decoder_of(), 0.0
-    prompt = groups[0].prompt_ids
-    for completion in groups[0].token_ids.split(groups[0].lengths.tolist()):
-        logp = all_logprobs(decoder, prompt, completion)
-        total = total - (logp.exp() * logp).sum()
-    (-coef * total / 17).backward()
-    bonus = update_of(
-        loss_fn=regularised(policy_gradient, entropy_coef=coef),
-        max_grad_norm=1e9,
-        lr=1.0,
-        schedule="constant",
+def test_a_loss_with_an_entropy_bonus_gets_an_entropy_with_a_gradient():
+    plain, bonus = (
+        update_of(loss_fn=regularised(policy_gradient, entropy_coef=coef)) for coef in (0.0, 0.3)
     )
-    plain = update_of(
-        loss_fn=regularised(policy_gradient), max_grad_norm=1e9, lr=1.0, schedule="constant"
-    )
-    got = bonus.run(groups, VERSION, go_on).metrics["entropy"]
-    plain.run(groups, VERSION, go_on)
-    assert got == pytest.approx(total.item() / 17, rel=1e-5)
-    largest = max(p.grad.abs().max().item() for p in decoder.parameters())
-    assert largest > 1e-3
-    for a, b, p in zip(weights_of(plain), weights_of(bonus), decoder.parameters()):
-        torch.testing.assert_close(
-            a - b, p.grad, atol=STEP * largest + 1e-6, rtol=0
-        )  # the weights are rounded to 1e-7
-
-
-def test_the_penalty_for_a_missing_end_reaches_the_advantages():
-    seen = []
-
-    def loss_fn(inputs):
-        seen.append((inputs.advantages.tolist(), inputs.completions.rewards.tolist()))
-        return inputs.trainer_logprobs.sum(), {}
-
-    g = group(4, [1, 2, 1], [1.0, 1.0, NAN], finish_reasons=("stop", "length", "stop"))
-    row = (
-        update_of(loss_fn=loss_fn, shaping=Shaping(missing_eos_penalty=-1.0))
-        .run([g], VERSION, go_on)
-        .metrics
-    )
-    assert seen == [([1.0, -1.0, -1.0], [1.0, -1.0])]
-    assert (
-        row["reward/mean"] == 1.0 and row["reward/shaped_mean"] == 0.0
-    )  # the task's own stays visible
+    rows = [update.run(groups_of(), VERSION, go_on).metrics for update in (plain, bonus)]
+    assert rows[1]["entropy"] == rows[0]["entropy"] > 0
+    assert rows[1]["grad_norm"] != rows[0]["grad_norm"]

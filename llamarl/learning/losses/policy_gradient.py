@@ -112,7 +112,7 @@ def tba(
     advantages, of trainer.advantages=group_mean; tensors [T], nats. beta = 0.005 (table 4); with 0
     it is Dr. GRPO. TBA makes pi the reference every 50 steps (table 4), outside of this function.
     Eq. 16 leaves the normalization out; PRIME-RL's is a mean over the batch's tokens. Knobs: see
-    ratios.py and `normalized`. ValueError without ref_logprobs, for beta < 0, or impossible
+    common.py and `normalized`. ValueError without ref_logprobs, for beta < 0, or impossible
     options.
 
     metrics: tba/log_ratio/completions (log L), and those of `policy_gradient`.
@@ -155,7 +155,7 @@ def kimi_k2(
     r_j - mean r = advantages, of trainer.advantages=group_mean; tensors [T], nats. tau = 0.005
     (TBA, fig. 11). Unlike tba it has no reference, and the mean log-ratio is not in the baseline.
     Eq. 15 leaves the normalization out; PRIME-RL's is a mean over the batch's tokens. Knobs: see
-    ratios.py and `normalized`. ValueError for tau < 0 or impossible options.
+    common.py and `normalized`. ValueError for tau < 0 or impossible options.
 
     metrics: kimi/log_ratio/completions (log(pi/mu)(y)), and those of `policy_gradient`.
     """
