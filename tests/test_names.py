@@ -29,7 +29,7 @@ OTHERS = {
     "models and papers": "YaRN RoPE LoRA NeoX MiniLM DasGupta AlpacaEval",
     "lm-evaluation-harness": "EleutherAI lm_eval arc_challenge arc_easy truthfulqa_mc2 hellaswag "
     "acc_norm",
-    "libraries": "TokenType RewardTrainer center_rewards_coefficient SentencePiece add_eos_token",
+    "libraries": "TokenType center_rewards_coefficient SentencePiece add_eos_token",
     "torch": "_weight_int8pack_mm model.layers.3.self_attn.q_proj.weight",
     "formulas": "sum_groups trainer_logprobs_t eps_low eps_high Delta_min "
     "Delta_max delta_inc delta_dec D_local D_global",

@@ -268,17 +268,13 @@ class Kept:
 
 
 class KeptRows:
-    """Keeps at most `most_places` places, the newest rows first.
-
-    num_dropped: rows that were dropped for want of room, ever.
-    """
+    """Keeps at most `most_places` places, the newest rows first."""
 
     def __init__(self, cache: SlotCache, most_places: int):
         self._cache = cache
         self._most = most_places
         self._rows: dict[Key, Kept] = {}  # the oldest first
         self.places = 0  # that are kept
-        self.num_dropped = 0
 
     @property
     def keeps_any(self) -> bool:
@@ -296,9 +292,7 @@ class KeptRows:
         self._rows[key] = Kept(layers)
         self.places += places
         while self.places > self._most:
-            oldest = next(iter(self._rows))
-            self.forget(oldest)
-            self.num_dropped += 1
+            self.forget(next(iter(self._rows)))
 
     def of(self, key: Key) -> Kept:
         """Return what is kept under a key; an empty one if nothing is."""
