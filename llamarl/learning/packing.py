@@ -409,7 +409,8 @@ def _build(flat: _Flat, members: dict[int, list[int]]) -> PackedBatch:
     for number, completions in members.items():
         prompt = flat.prompt_sizes[number]
         start = prompt_starts[number]
-        parent = segments.add(flat.tokens[start : start + prompt])
+        end = start + prompt
+        parent = segments.add(flat.tokens[start:end])
         last_of_prompt = segments.num_tokens - 1
         for completion in completions:
             reading = _readings(flat, completion, starts[completion], sizes_of[completion])

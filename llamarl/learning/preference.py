@@ -67,6 +67,12 @@ class Preference:
     rejected_ids: Tensor  # [L] int64
     margin: float = 0.0  # by how much the chosen one is to score higher, at the loss's middle
 
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of a pair, with the prompt once."""
+        ids = (self.prompt_ids, self.chosen_ids, self.rejected_ids)
+        return sum(part.numel() for part in ids)
+
 
 @dataclass(frozen=True, slots=True)
 class PreferenceBatch:
@@ -104,8 +110,8 @@ class BradleyTerry:
         self.center_coef = center_coef
 
     def num_tokens(self, pair: Preference) -> int:
-        """Return how many tokens a pair takes of a microbatch, with its prompt once."""
-        return sum(ids.numel() for ids in (pair.prompt_ids, pair.chosen_ids, pair.rejected_ids))
+        """Return how many tokens a pair takes of a microbatch."""
+        return pair.num_tokens
 
     def num_targets(self, pair: Preference) -> int:
         """Return 1: a pair is one target of the mean."""
@@ -166,8 +172,9 @@ def pack_preferences(pairs: Sequence[Preference], device: torch.device) -> Prefe
         for completion in (pair.chosen_ids, pair.rejected_ids):
             segments.add(completion, position=prompt, parent=root)
             last.append(segments.num_tokens - 1)
+    packed = segments.packed()
     return PreferenceBatch(
-        **{name: tensor.to(device) for name, tensor in segments.packed().items()},
+        **{name: tensor.to(device) for name, tensor in packed.items()},
         chosen=torch.tensor(last[0::2], dtype=torch.int64, device=device),
         rejected=torch.tensor(last[1::2], dtype=torch.int64, device=device),
         margins=torch.tensor([pair.margin for pair in pairs], device=device),

@@ -249,10 +249,11 @@ def updates_row(updates: list[Tally], ranks: TrainerRanks) -> Row:
         tokens=sum(u.tokens for u in updates),
         places=sum(u.places for u in updates),
     )
+    completions = sum(u.completions for u in updates)
     number_of = {
         Reduction.MAX: 1,
         Reduction.TOKEN_MEAN: max(1.0, sizes["labels"]),
-        Reduction.COMPLETION_MEAN: max(1.0, sum(u.completions for u in updates)),
+        Reduction.COMPLETION_MEAN: max(1.0, completions),
         Reduction.UPDATE_MEAN: len(updates),
     }
     untold: Row = {
@@ -265,5 +266,7 @@ def updates_row(updates: list[Tally], ranks: TrainerRanks) -> Row:
         "ratio/capped_fraction": 0.0,
     }
     told = {name: float(m.value) / number_of[m.reduction] for name, m in metrics.items()}
-    padding = 1 - sizes["tokens"] / sizes["places"] if sizes["places"] else 0.0
+    tokens = sizes["tokens"]
+    places = sizes["places"]
+    padding = 1 - tokens / places if places else 0.0
     return {**untold, **told, "packing/padding_fraction": padding}

@@ -232,30 +232,34 @@ class PolicyUpdate:
             ranks=self.ranks,
         )
         minibatches = [self._packed(trained[cut], targets[cut]) for cut in cuts]
+        tickets = [g.ticket for g in groups]
         updates = []
         for index in range(s.updates_per_step):
-            update_id = _UpdateId(s, version, index, tickets=[g.ticket for g in groups])
-            updates.append(self._update(minibatches[index % parts], update_id, stop))
+            minibatch = minibatches[index % parts]
+            update_id = _UpdateId(s, version, index, tickets)
+            updates.append(self._update(minibatch, update_id, stop))
         totals = self.ranks.sum(
             room=sum(m.room for m in minibatches),
             unused=sum(m.unused_budget_fraction * m.room for m in minibatches),
             filtered=len(groups) - len(trained),
         )
+        unused_share = totals["unused"] / max(1.0, totals["room"])
         row = {
             **updates_row(updates, self.ranks),
             **batch_row(groups, version, self.ranks),
             **of_targets,
             "tokens/trained": sum(m.num_loss_tokens for m in minibatches),
-            "packing/unused_budget_fraction": totals["unused"] / max(1.0, totals["room"]),
+            "packing/unused_budget_fraction": unused_share,
         }
         if s.filter_groups:
             row["groups/filtered"] = totals["filtered"]
         if self.watch is not None:
             first_pass = [update.logprobs for update in updates[:parts]]
             self.watch.see(groups, trained, targets, cuts, first_pass)
+        mean_reward = row["reward/mean"]
         return StepResult(
             grad_norm=measured(row, "grad_norm"),
-            mean_reward=math.nan if row["reward/mean"] is None else row["reward/mean"],
+            mean_reward=math.nan if mean_reward is None else mean_reward,
             num_trained_tokens=measured(row, "tokens/trained"),
             metrics=row,
         )

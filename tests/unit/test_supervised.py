@@ -332,8 +332,7 @@ def weights_of(decoder):
 
 
 @pytest.mark.parametrize("broken, said", [(infinite_gradient, "nan"), (infinite_loss, "inf")])
-@pytest.mark.parametrize("place", [0, 1])
-def test_what_is_not_finite_changes_nothing_and_the_next_step_is_sound(broken, said, place):
+def test_what_is_not_finite_changes_nothing_and_the_next_step_is_sound(broken, said):
     decoder = random_weights(build_decoder(read_config(tiny_directory())), seed=3)
     optimizer = torch.optim.AdamW(decoder.parameters(), lr=0.5)
     device = torch.device("cpu")
@@ -341,8 +340,7 @@ def test_what_is_not_finite_changes_nothing_and_the_next_step_is_sound(broken, s
         decoder, optimizer, OfOneWeight(), SETTINGS, group=None, device=device
     )
     before = weights_of(decoder)
-    examples = [sound, sound]
-    examples[place] = broken
+    examples = [sound, broken]
     with pytest.raises(NotFinite, match=rf"step 0: loss .*{said}.*; nothing was changed"):
         update.run(examples, 0)
     assert all(map(torch.equal, weights_of(decoder), before))
