@@ -298,7 +298,11 @@ def _numbers(config: ModelConfig, training: Training, shards: int) -> _Numbers:
             around += count
         if name == "model.embed_tokens.weight":
             embedding = count
-    return _Numbers(layer=layer, around=around, embedding=embedding)
+    return _Numbers(
+        layer=layer,
+        around=around,
+        embedding=embedding,
+    )
 
 
 def _adapters(config: ModelConfig, training: Training) -> int:
@@ -386,10 +390,11 @@ class _Peak:
         held = self._activations(layers) + self.width
         logits = self._logits()
         forward = held + self.width + rows + self.copies + logits
-        found = held + 2 * rows + max(self._copies(layers), self.around_copy) + logits
+        copies = self._copies(layers)
+        found = held + 2 * rows + max(copies, self.around_copy) + logits
         found += self._head_gradient()
         # The gradient of the head's rows is scattered into one of all tokens.
-        behind = held + rows + 2 * self.width + self._copies(layers) + self._held_gradient()
+        behind = held + rows + 2 * self.width + copies + self._held_gradient()
         return [forward, found, behind]
 
     def _logits(self) -> int:
@@ -417,7 +422,8 @@ class _Peak:
             return 0
         logits = self.size.labels * self.config.vocab_size
         num_bytes = logits * self.training.itemsize
-        return num_bytes if logits <= KEEP_LOGITS or num_bytes <= KEEP_BYTES else 0
+        is_kept = logits <= KEEP_LOGITS or num_bytes <= KEEP_BYTES
+        return num_bytes if is_kept else 0
 
     def _head_gradient(self) -> int:
         """Return the bytes of the gradient of the head's weight while it is computed. Chunks are
@@ -475,11 +481,11 @@ class _Peak:
         if waiting and self.trains_all:
             at_attention += t.itemsize * products * of_mlp
         at_end = 2 * self.width + waiting * self.layer_gradients
-        at_end += WIDE * (self.layer_gradients if t.shards > 1 else of_mlp * self.trains_all)
+        in_master = self.layer_gradients if t.shards > 1 else of_mlp * self.trains_all
+        at_end += WIDE * in_master
         held = self._held_gradient()
-        return (
-            below + made + again + held + self._copies(number) + max(at_mlp, at_attention, at_end)
-        )
+        peak = max(at_mlp, at_attention, at_end)
+        return below + made + again + held + self._copies(number) + peak
 
     def _embedding_backward(self) -> int:
         """Return the bytes at the embedding's gradient, after those of all layers."""

@@ -117,7 +117,8 @@ def settle_moments(optimizer: torch.optim.Optimizer) -> None:
                 # In units of their blocks, where the largest code is 1 in every block: no scale is
                 # chosen anew.
                 assert isinstance(own, OptimState8bit), "what has a scale is kept in 8 bits"
-                unit = values.view(len(scale), -1) / scale.clamp(min=1e-12).view(-1, 1)
+                largest = scale.clamp(min=1e-12).view(-1, 1)
+                unit = values.view(len(scale), -1) / largest
                 own.codes.copy_(quantize_8bit_with_qmap(unit, own.qmap).view_as(own.codes))
                 own.scale.copy_(scale)
             else:
@@ -157,7 +158,8 @@ def lr_at(
         return lr * (step + 1) / (warmup_steps + 1)
     progress = min((step - warmup_steps) / (max_steps - warmup_steps), 1.0)
     if schedule == "wsd" and decay_steps is not None:
-        return lr * min(1.0, (1.0 - progress) * (max_steps - warmup_steps) / decay_steps)
+        steps_left = (1.0 - progress) * (max_steps - warmup_steps)
+        return lr * min(1.0, steps_left / decay_steps)
     return lr * SCHEDULES[schedule](progress)
 
 

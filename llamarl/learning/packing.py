@@ -347,7 +347,8 @@ def _collated(
             cuts = collate(sizes, math.inf if whole_groups else budget - prompt)
         for cut in cuts:
             own = sorted(members[i] for i in cut)
-            parts.append(_Bin({number: own}, prompt + sum(sizes[i] for i in cut)))
+            size = prompt + sum(sizes[i] for i in cut)
+            parts.append(_Bin({number: own}, size))
     sizes = [part.size for part in parts]
     if largest_over_ranks is not None:
         sizes = largest_over_ranks(sizes)

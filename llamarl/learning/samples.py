@@ -80,7 +80,13 @@ class StepWatch:
             number = number_of.get(id(group))
             if number is None:
                 nothing = torch.full((group.token_ids.numel(),), math.nan)
-                seen.append(SeenGroup(group=group, targets=None, trainer_logprobs=nothing))
+                seen.append(
+                    SeenGroup(
+                        group=group,
+                        targets=None,
+                        trainer_logprobs=nothing,
+                    )
+                )
                 continue
             one = SeenGroup(
                 group=group, targets=self._targets[number], trainer_logprobs=logprobs[number]
@@ -207,13 +213,17 @@ class SampleMaker:
         for place, length in enumerate(lengths):
             num_kept = min(length, most) if place in with_tokens else 0
             columns = group.columns[place]
-            given = {n: columns[part_column(n)] for n in self.parts if part_column(n) in columns}
+            given = {}
+            for name in self.parts:
+                column = part_column(name)
+                if column in columns:
+                    given[name] = _short(columns[column])
             has_reward = group.outcomes[place] == "score"
             is_trained = facts.trained[place] and one.targets is not None
             completion: Json = {
                 "reward": _short(rewards[place]) if has_reward else None,
                 "shaped": _short(shaped[place]) if is_trained else None,
-                "parts": {name: _short(value) for name, value in given.items()},
+                "parts": given,
                 "finish": group.finish_reasons[place],
                 "outcome": group.outcomes[place],
                 "trained": is_trained,

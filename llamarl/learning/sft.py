@@ -236,7 +236,13 @@ def read_sft_data(task: RowsToRead, tokenizer) -> SupervisedData[SFTPair]:
         system_prompt=task.system_prompt,
         drop_long=task.drop_long,
     )
-    return read_data(task, read, unit="rows", prompt_of=_prompt_of, content_of=_content_of)
+    return read_data(
+        task,
+        read,
+        unit="rows",
+        prompt_of=_prompt_of,
+        content_of=_content_of,
+    )
 
 
 def _content_of(pair: SFTPair) -> str:
@@ -352,7 +358,9 @@ def conversation_pair(messages: object, tokenizer) -> SFTPair:
         ends = [place for place, token in enumerate(reply) if token == end]
         size = ends[-1] + 1 if ends else len(reply)
         ids += context + reply
-        learned += [False] * len(context) + [True] * size + [False] * (len(reply) - size)
+        learned += [False] * len(context)
+        learned += [True] * size
+        learned += [False] * (len(reply) - size)
         at = len(done)
     last = len(learned) - learned[::-1].index(True)
     if learned[0]:

@@ -94,8 +94,11 @@ def over_ranks(metrics: Metrics, ranks: TrainerRanks) -> Metrics:
         reduction, _, name = entry.partition(" ")
         nothing = -math.inf if reduction == "MAX" else 0.0
         known[name] = metrics.get(name, Metric(nothing, Reduction[reduction]))
-    maxima = {name: m.value for name, m in known.items() if m.reduction is Reduction.MAX}
-    sums = {name: m.value for name, m in known.items() if m.reduction is not Reduction.MAX}
+    maxima: dict[str, Tensor | float] = {}
+    sums: dict[str, Tensor | float] = {}
+    for name, metric in known.items():
+        own = maxima if metric.reduction is Reduction.MAX else sums
+        own[name] = metric.value
     joined = ranks.sum(**sums) | ranks.max(**maxima)
     return {name: Metric(value, known[name].reduction) for name, value in joined.items()}
 
@@ -146,7 +149,9 @@ def columns_row(groups: list[Group], ranks: TrainerRanks) -> Row:
     counts = ranks.sum(**{name: len(told[name]) for name in names})
     row: Row = {}
     for name in names:
-        row[name] = sums[name] if name.startswith(SUMMED) else sums[name] / counts[name]
+        row[name] = sums[name]
+        if not name.startswith(SUMMED):
+            row[name] = sums[name] / counts[name]
     return row
 
 
@@ -165,7 +170,8 @@ def batch_row(groups: list[Group], version: int, ranks: TrainerRanks) -> Row:
     lags = (version - versions[starts]).tolist()
     sampled_lengths = sum_by(is_sampled, owners(lengths), len(lengths))
     aborted = torch.tensor([reason == "aborted" for reason in reasons], dtype=torch.bool)
-    rewards = torch.cat([torch.zeros(0), *(g.rewards[g.trained] for g in groups)]).double()
+    trained = [g.rewards[g.trained] for g in groups]
+    rewards = torch.cat([torch.zeros(0), *trained]).double()
     sums = ranks.sum(
         completions=len(outcomes),
         rewarded=len(rewards),

@@ -149,7 +149,11 @@ def read_data(
         for example in part:
             digest.update(content_of(example).encode())
         fingerprints[name] = digest.hexdigest()
-    return SupervisedData(train=train, held_out=held_out, fingerprints=fingerprints)
+    return SupervisedData(
+        train=train,
+        held_out=held_out,
+        fingerprints=fingerprints,
+    )
 
 
 def read_examples(
@@ -284,7 +288,11 @@ class SupervisedUpdate(Generic[Example, Batch]):
             tally.tokens += sum(map(self.objective.num_tokens, microbatch))
             tally.places += attention.padded_tokens if microbatch else 0
         norm = float(clip_grad_norm(self.decoder.parameters(), self.settings.max_grad_norm))
-        total = self.ranks.sum(loss=tally.loss, tokens=tally.tokens, places=tally.places)
+        total = self.ranks.sum(
+            loss=tally.loss,
+            tokens=tally.tokens,
+            places=tally.places,
+        )
         if not (math.isfinite(total["loss"]) and math.isfinite(norm)):
             self.optimizer.zero_grad()
             raise NotFinite(

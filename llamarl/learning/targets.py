@@ -477,4 +477,6 @@ def _explained_variance(
         errors.append((t.returns - t.old_values)[g.trained_tokens])
     _, spread = moments(returns, ranks.sum)
     _, error = moments(errors, ranks.sum)
-    return 1 - (error / spread) ** 2 if spread > 0 else None
+    if not spread > 0:
+        return None
+    return 1 - (error / spread) ** 2

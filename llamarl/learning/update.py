@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -273,19 +274,17 @@ class PolicyUpdate:
         frozen weights without adapters. NotFinite.
         """
         s = self.settings
-        alike = [
-            group_to_score(g.prompt_ids, g.token_ids.split(g.lengths.tolist())) for g in groups
-        ]
-
-        def logprobs(microbatch: PackedBatch) -> Tensor:
-            return label_logprobs(
-                reference,
-                microbatch,
-                self._device,
-                temperature=s.temperature,
-                late_ends=s.late_ends,
-            )
-
+        alike = []
+        for g in groups:
+            completions = g.token_ids.split(g.lengths.tolist())
+            alike.append(group_to_score(g.prompt_ids, completions))
+        logprobs = partial(
+            label_logprobs,
+            reference,
+            device=self._device,
+            temperature=s.temperature,
+            late_ends=s.late_ends,
+        )
         with adapters_off(reference):
             logprobs_C, total = self._of_labels(alike, logprobs, stop)
         if reference is not self.decoder:
@@ -295,7 +294,8 @@ class PolicyUpdate:
                 f"trainer, step {version}: the reference's logprobs sum to {total}; nothing was "
                 "changed. The weights of model.path, or what is computed with them, are not finite"
             )
-        own_logprobs = logprobs_C.split([g.token_ids.numel() for g in groups])
+        sizes = [g.token_ids.numel() for g in groups]
+        own_logprobs = logprobs_C.split(sizes)
         return [replace(g, ref_logprobs=own) for g, own in zip(groups, own_logprobs, strict=True)]
 
     def _old_values(self, critic: Critic, groups: list[Group], version: int, stop: Stop) -> Tensor:

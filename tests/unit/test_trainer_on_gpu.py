@@ -18,6 +18,7 @@ from llamarl.executor import ExecutorGroup
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
 from llamarl.learning import logprobs
+from llamarl.learning.logprobs import canary_of
 from llamarl.machine.offload import DeviceSharing
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.loading import frozen_decoder
@@ -168,7 +169,8 @@ def test_what_is_published_saved_and_exported_is_found_on_a_gpu(gpu, tmp_path):
     trainer = trainer_on(GPU, "trainer.lora.rank=2", "trainer.ema_decay=0.9")
     step(trainer)
     assert all(weight.device == GPU for _, weight in travelling(trainer.model.decoder))
-    canary = trainer._update.canary([Sequence((5, 6, 7, 8), given=2)], top=3)
+    sequences = [Sequence((5, 6, 7, 8), given=2)]
+    canary = canary_of(trainer.model.decoder, sequences, GPU, temperature=1.0, top=3)
     assert len(canary.logprobs) == 2 and len(canary.top_ids[0]) == 3
     state = trainer.state_dict()
     tensors, _ = _split("trainer", state)

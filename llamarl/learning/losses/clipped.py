@@ -79,8 +79,10 @@ def clipped(
     objective = masked(torch.minimum(unclipped, clipped_at), kept)
 
     metrics = off_policy_metrics(token.detach(), raw)
-    metrics["clip/low"] = (kept & (raw < 1 - clip_low) & (a < 0)).sum().float()
-    metrics["clip/high"] = (kept & (raw > 1 + clip_high) & (a > 0)).sum().float()
+    is_low = raw < 1 - clip_low
+    is_high = raw > 1 + clip_high
+    metrics["clip/low"] = (kept & is_low & (a < 0)).sum().float()
+    metrics["clip/high"] = (kept & is_high & (a > 0)).sum().float()
     metrics["ratio/capped"] = (kept & (raw > cap) & (a < 0)).sum().float()
     metrics |= of_mask
     return -normalized(objective, inputs, normalize), metrics
