@@ -40,7 +40,8 @@ from llamarl.models.config import read_config
 from llamarl.models.hf import export, named_parameters_hf
 from llamarl.models.loading import training_decoder
 from llamarl.models.scorer import scorer_fields
-from llamarl.scoring.sharded import ScoreRequest, ScorerSettings, ShardedScorer, pack_scored
+from llamarl.scoring.kinds.model import ModelKindSettings
+from llamarl.scoring.sharded import ScoreRequest, ShardedScorer, pack_scored
 
 SPREAD = 0.7  # of the logarithm of lengths
 LONGEST = 8  # times the median
@@ -76,8 +77,14 @@ def drawn(args: argparse.Namespace, vocab: int) -> list[ScoreRequest]:
 
 def ours(args: argparse.Namespace, path: Path, asked: list[ScoreRequest]) -> Callable[[], Tensor]:
     alone = ExecutorGroup("reward", (0,), 0, torch.device(args.device))
-    settings = ScorerSettings(
-        path=str(path), dtype=args.dtype, microbatch_tokens=args.microbatch_tokens
+    settings = ModelKindSettings(
+        kind="model",
+        path=str(path),
+        label=None,
+        dtype=args.dtype,
+        microbatch_tokens=args.microbatch_tokens,
+        scale=1.0,
+        shift=0.0,
     )
     scorer = ShardedScorer(settings, alone)
     return lambda: scorer.scores(asked)

@@ -33,12 +33,10 @@ from llamarl.inference import Engine, SamplingParams, TemperatureRange
 from llamarl.inference.build import build_native, build_vllm
 from llamarl.inference.protocol import Bind, BuildEngine, GenerationEngine
 from llamarl.inference.stop_strings import unescaped
-from llamarl.launch.embedders import embedder_settings
 from llamarl.launch.inputs import JobInputs
 from llamarl.launch.job import Job
-from llamarl.launch.kinds import reward_parts
-from llamarl.launch.model_directory import stop_tokens
 from llamarl.launch.preferences import PreferencesJob
+from llamarl.launch.scorers import reward_parts
 from llamarl.models.build import Decoder
 from llamarl.scoring.ahead import StreamSettings
 from llamarl.scoring.pairs import PairMaker, PairRule
@@ -47,6 +45,7 @@ from llamarl.scoring.scorer import MakeScorer, Scorer, site_alone
 from llamarl.scoring.weighted import Weighted
 from llamarl.tasks.environment import makes_prompts, turn_tokens
 from llamarl.tasks.parts import section_of
+from llamarl.tasks.special import stop_tokens
 from llamarl.types import Prompt
 
 
@@ -342,7 +341,7 @@ def _judges_of(config: Config, job: Job) -> list[MakeEvalJudge]:
     if config.eval.base is not None:
         judges.append(make_perplexity(config))
     if config.eval.embedder is not None:
-        embedder = embedder_settings(job.inputs, config.eval.embedder)
+        embedder = job.inputs.embedder(config.eval.embedder)
         judges.append(partial(Diversity, settings=embedder))
     return judges
 

@@ -89,6 +89,15 @@ def imported(tree: ast.AST) -> set[str]:
     return names
 
 
+def outside_annotations(tree: ast.Module) -> ast.Module:
+    """Return a module without what only a type checker reads: its `if TYPE_CHECKING:`."""
+    kept = []
+    for node in tree.body:
+        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            kept.append(node)
+    return ast.Module(kept, [])
+
+
 def blocks(language: str, text: str) -> list[str]:
     """Return what a document has in fenced blocks of this language."""
     return [body for name, body in BLOCK.findall(text) if name == language]

@@ -20,10 +20,10 @@ import pytest
 from llamarl.config.command_line import RED_TEAM, Config, ConfigError, check_command_line
 from llamarl.config.conversion import known_keys, schemas_of
 from llamarl.config.evaluation import EVALUATION
-from llamarl.config.kinds import KINDS
 from llamarl.config.preferences import PREFERENCES
 from llamarl.config.supervised import REWARD_MODEL, SFT
 from llamarl.planner import __main__ as planner
+from llamarl.scoring.kinds import KINDS
 from tests.build.job import run_python
 from tests.documents import (
     GUIDES,
@@ -44,6 +44,7 @@ from tests.house import (
     imported,
     module_of,
     our_files,
+    outside_annotations,
     python_files,
     text_of,
     tree_of,
@@ -92,12 +93,14 @@ ORDER = (
 
 
 @cache
-def module_imports() -> dict[str, set[str]]:
-    """Module of llamarl -> modules of llamarl that it imports, at any place and for any reason."""
+def module_imports(*, for_types: bool = True) -> dict[str, set[str]]:
+    """Module of llamarl -> modules of llamarl that it imports, at any place. for_types: also for
+    annotations alone.
+    """
     trees = {module_of(file): tree_of(file) for file in python_files("llamarl")}
     imports = {}
     for module, tree in trees.items():
-        names = {name for name in imported(tree) if name in trees}
+        names = imported(tree if for_types else outside_annotations(tree)) & trees.keys()
         # `from package import module` is an import of the module.
         imports[module] = names - {name.rpartition(".")[0] for name in names}
     return imports
@@ -131,8 +134,9 @@ def test_no_import_runs_up():
 
 
 def test_no_import_runs_in_a_circle():
+    """A kind makes its scorer, which takes the kind's settings: annotations make no circle."""
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": set()}) == ["a", "b", "c"]
-    assert circle(module_imports()) == []
+    assert circle(module_imports(for_types=False)) == []
 
 
 def test_the_ground_floor_stands_alone():
@@ -174,7 +178,7 @@ def test_light_modules_import_no_torch():
 
 # --- Kinds of what scores ---
 
-KIND_ROOMS = ("llamarl.config.kinds", "llamarl.launch.kinds")
+KIND_ROOM = "llamarl.scoring.kinds"
 KIND_NAMES = {file.stem for file in (ROOT / "conf" / "reward").glob("*.yaml")}
 
 
@@ -185,8 +189,8 @@ def asked_kinds(source: str) -> list[str]:
     tree = ast.parse(source)
     found = []
     for name in imported(tree):
-        room, _, rest = name.partition(".kinds.")
-        if f"{room}.kinds" in KIND_ROOMS and rest.split(".")[0] in KIND_NAMES:
+        room, _, rest = name.partition(f"{KIND_ROOM}.")
+        if not room and rest.split(".")[0] in KIND_NAMES:
             found.append(name)
     for node in ast.walk(tree):
         if not isinstance(node, ast.Compare):
@@ -205,9 +209,9 @@ def asked_kinds(source: str) -> list[str]:
         "part.kind == 'model'",
         "part.kind in ('function', 'judge')",
         "'novelty' != part.kind",
-        "from llamarl.config.kinds.model import ModelKindSettings",
-        "import llamarl.launch.kinds.judge",
-        "from llamarl.launch.kinds import encoder",
+        "from llamarl.scoring.kinds.model import ModelKindSettings",
+        "import llamarl.scoring.kinds.judge",
+        "from llamarl.launch.scorers import encoder",
     ],
 )
 def test_asking_for_a_kind_of_scorer_is_seen(source):
@@ -215,21 +219,21 @@ def test_asking_for_a_kind_of_scorer_is_seen(source):
 
 
 def test_nothing_asks_which_kind_a_scorer_is():
-    assert not asked_kinds("generator.kind == 'vllm'\nfrom llamarl.launch.kinds.kind import Kind")
-    rooms = (*KIND_ROOMS, "llamarl.config.sections.reward")
+    assert not asked_kinds("generator.kind == 'vllm'\nfrom llamarl.scoring.kinds.kind import Kind")
+    rooms = (KIND_ROOM, "llamarl.config.sections.reward")
     found = {}
     for file in python_files(*CODE):
         if not module_of(file).startswith(rooms):
-            found[module_of(file)] = asked_kinds(file.read_text())
+            tree = outside_annotations(tree_of(file))  # a scorer takes its settings
+            found[module_of(file)] = asked_kinds(ast.unparse(tree))
     assert not {module: asked for module, asked in found.items() if asked}
 
 
-def test_every_kind_of_scorer_has_its_three_files():
+def test_every_kind_of_scorer_has_its_two_files():
     kinds = KIND_NAMES - {"parts"}  # which are of several kinds
     assert {"function", "model", "encoder"} <= kinds
-    for room in ("config", "launch"):
-        files = (ROOT / "llamarl" / room / "kinds").glob("*.py")
-        assert {file.stem for file in files} - {"__init__", "kind"} == kinds
+    files = (ROOT / "llamarl" / "scoring" / "kinds").glob("*.py")
+    assert {file.stem for file in files} - {"__init__", "kind"} == kinds
     for kind in KINDS:
         name = kind.__module__.rpartition(".")[2]
         assert get_args(get_type_hints(kind)["kind"]) == (name,)

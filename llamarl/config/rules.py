@@ -11,7 +11,6 @@ from collections.abc import Collection
 
 from llamarl.config.conversion import to_values
 from llamarl.config.files import EVAL_SETS, PARTS
-from llamarl.config.kinds.kind import RunFacts
 from llamarl.config.placement import find_placement
 from llamarl.config.schema import Config
 from llamarl.config.sections.buffer import find_buffer
@@ -35,6 +34,7 @@ from llamarl.config.sections.task import (
 from llamarl.config.sections.tickets import find_overcommit, find_tickets
 from llamarl.config.sections.trainer import find_trainer
 from llamarl.config.sections.victim import find_victim
+from llamarl.scoring.kinds.kind import RunFacts
 from llamarl.words.findings import Findings, Problem
 
 

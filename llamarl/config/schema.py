@@ -19,7 +19,6 @@ ask which kind it is. A field that decides more than its own value has a Mark
 from __future__ import annotations
 
 from llamarl.config.files import EVAL_SETS, TASK_PARTS
-from llamarl.config.kinds.kind import Given, KindSettings
 from llamarl.config.sections.buffer import AnyBufferSettings, ReplayBufferSettings
 from llamarl.config.sections.evaluation import EvalSettings
 from llamarl.config.sections.generator import AnyGeneratorSettings
@@ -42,6 +41,7 @@ from llamarl.config.sections.task import (
 from llamarl.config.sections.tickets import GovernorSettings, TicketsSettings
 from llamarl.config.sections.trainer import TrainerSettings
 from llamarl.config.sections.victim import AnyVictimSettings
+from llamarl.scoring.kinds.kind import Given, KindSettings
 from llamarl.words.fields import marked, settings_dataclass
 
 HEAD_LR = 1e-3  # a value head's learning rate if trainer.value_lr is null

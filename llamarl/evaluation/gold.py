@@ -26,7 +26,7 @@ from llamarl.evaluation.ask import Answers
 from llamarl.evaluation.judges import EvalJudge, JudgeWork, greedy_items, spans_of
 from llamarl.evaluation.win_rate import length_controlled, win_rate, wins
 from llamarl.launch.inputs import JobInputs
-from llamarl.launch.kinds import gold_kind
+from llamarl.launch.scorers import gold_kind
 from llamarl.scoring.scorer import Item, Site
 from llamarl.scoring.weighted import WeightedPart
 from llamarl.tasks.parts import reference_texts

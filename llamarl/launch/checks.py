@@ -12,20 +12,20 @@ import torch
 
 from llamarl.config.sections.victim import placed_victim
 from llamarl.errors import BadInput
-from llamarl.launch.embedders import check_embedder
 from llamarl.launch.environments import check_environments
 from llamarl.launch.inputs import JobInputs
-from llamarl.launch.kinds import gold_kind, reward_kinds
-from llamarl.launch.model_directory import end_tokens_file, read_model, stop_tokens
 from llamarl.launch.placement import ranges
+from llamarl.launch.scorers import gold_kind, reward_kinds
 from llamarl.models.build import build_decoder
 from llamarl.models.config import ModelConfig, read_config
+from llamarl.models.given import read_model
 from llamarl.models.hf import absent_ids
 from llamarl.models.peft import check_adapter
 from llamarl.models.quantize import quantize_decoder
 from llamarl.models.scorer import SCORE
 from llamarl.models.sharding import adapter_shapes
 from llamarl.tasks.parts import MixtureTask, reference_texts
+from llamarl.tasks.special import end_tokens_file, stop_tokens
 
 _OTHER_VOCABULARY = "but config.json says vocab_size={}; fetch both again"
 _LOOKED_AT = 32  # prompts
@@ -164,7 +164,7 @@ def _check_judges(inputs: JobInputs) -> None:
     if c.base is not None:
         _check_base(inputs, Path(c.base))
     if c.embedder is not None:
-        check_embedder(inputs, c.embedder, "eval.embedder")
+        inputs.check_embedder(c.embedder, "eval.embedder")
 
 
 def _check_base(inputs: JobInputs, path: Path) -> None:

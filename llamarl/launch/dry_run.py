@@ -13,8 +13,8 @@ from llamarl.config.sections.victim import placed_victim
 from llamarl.ddma.plan import make_plan
 from llamarl.launch.environments import try_environments
 from llamarl.launch.job import Job
-from llamarl.launch.kinds import gold_kind, reward_kinds
 from llamarl.launch.memory import memory_lines, prices, rank_map, sent_by, warn_of_memory
+from llamarl.launch.scorers import gold_kind, reward_kinds
 from llamarl.launch.sources import check_rows, samples_of, try_gold
 from llamarl.models.config import read_config
 from llamarl.models.sharding import num_parameters

@@ -30,10 +30,11 @@ from llamarl.config.conversion import flat, is_marked, to_values, value_differen
 from llamarl.config.schema import Config
 from llamarl.config.sections.victim import ATTACK, placed_victim
 from llamarl.launch.inputs import JobInputs
-from llamarl.launch.kinds import gold_kind, reward_kinds
-from llamarl.launch.model_directory import ModelParts, architecture_of, parts_of, stop_tokens
+from llamarl.launch.scorers import gold_kind, reward_kinds
 from llamarl.models.config import read_config
 from llamarl.models.directory import model_digest, tokenizer_digest, weights_digest
+from llamarl.models.given import ModelParts, architecture_of, parts_of
+from llamarl.tasks.special import stop_tokens
 from llamarl.words.choices import START
 from llamarl.words.findings import show
 

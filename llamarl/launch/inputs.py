@@ -2,59 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from llamarl.config.command_line import Config
 from llamarl.config.placement import TINY_MODEL
 from llamarl.config.sections.victim import ATTACK, NoVictimSettings, placed_victim
 from llamarl.errors import NoWeights
-from llamarl.launch.model_directory import read_tokenizer, stop_tokens, template_file
 from llamarl.launch.tasks import TaskBuilder
 from llamarl.models.config import Lora, ModelConfig
+from llamarl.models.given import read_tokenizer, template_file
 from llamarl.models.hf import weights_of
+from llamarl.scoring.embedding import EmbedderSettings, check_sentence_encoder
+from llamarl.scoring.kinds.kind import ScoredText
 from llamarl.tasks.base import PromptMaker, Task
 from llamarl.tasks.list_task import Remembered, here
 from llamarl.tasks.parts import EvalSet, HeldOut, MixtureTask
+from llamarl.tasks.special import stop_tokens
 from llamarl.tickets.prompts import AnyPrompts, fixed, prompts_of
 from llamarl.types import Prompt
-
-
-@dataclasses.dataclass(frozen=True)
-class ScoredText:
-    """Text and tokens that a model may be asked to score.
-
-    tokenizer: of the model that sampled them. longest: the most tokens of a prompt and its
-    completion. longest_keys: the keys that set `longest`. chat, system_prompt: how that model reads
-    prompts.
-    """
-
-    tokenizer: Any
-    longest: int
-    longest_keys: str
-    chat: bool
-    system_prompt: str | None
-
-    def check_context(self, config: ModelConfig, given: str) -> None:
-        """Raise ValueError if a model's context is shorter than the longest sequence. given: how
-        the user named the model.
-        """
-        context = config.max_position_embeddings
-        if self.longest > context:
-            raise ValueError(
-                f"{given}: its context is {context} tokens, but "
-                f"{self.longest_keys} = {self.longest}; lower one of them"
-            )
-
-    @property
-    def conversation(self) -> dict[str, Any]:
-        """How the model read a prompt, for RewardPool: chat and system_prompt."""
-        has_template = bool(getattr(self.tokenizer, "chat_template", None))
-        return {"chat": self.chat and has_template, "system_prompt": self.system_prompt}
+from llamarl.words.choices import START
 
 
 class JobInputs:
@@ -95,6 +64,39 @@ class JobInputs:
         """
         with self.weights_may_wait():
             weights_of(path, model, may_lack=may_lack)
+
+    def embedder(self, given: str) -> EmbedderSettings:
+        """Return the settings of an embedder that is given as START or a directory."""
+        is_policy = given == START
+        return EmbedderSettings(
+            path=str(self.model_path) if is_policy else given,
+            is_policy=is_policy,
+            dtype=self.config.model.dtype,
+            microbatch_tokens=self.config.trainer.microbatch_tokens,
+        )
+
+    def check_embedder(self, given: str, key: str) -> None:
+        """Check the directory and the tokenizer of an encoder; START is checked elsewhere.
+        ValueError that names the key and what is wrong.
+        """
+        if given == START:
+            return
+        try:
+            with self.weights_may_wait():
+                check_sentence_encoder(given)
+            read_tokenizer(Path(given), chat=False)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{key}: {error}") from error
+
+    @property
+    def groups_per_step(self) -> int:
+        """Prompts of a training step."""
+        return self.config.groups_per_step
+
+    @property
+    def environment_paths(self) -> list[str]:
+        """The import paths of the environments that play."""
+        return [one.environment for one in self.config.environments.values()]
 
     @property
     def lora(self) -> Lora | None:

@@ -20,9 +20,8 @@ from llamarl.config.sections.victim import placed_victim
 from llamarl.ddma.layout import Destination, Parameter, Source, parameters_to_send
 from llamarl.disk.space import free_bytes
 from llamarl.inference.schedule import whole_blocks
-from llamarl.launch.embedders import embedder_bytes
 from llamarl.launch.job import Job
-from llamarl.launch.kinds import scorers_of
+from llamarl.launch.scorers import scorers_of
 from llamarl.machine.free_memory import memory_of
 from llamarl.memory import (
     GIB,
@@ -221,7 +220,7 @@ def _judges(job: Job) -> Iterator[Price]:
     if c.eval.base is not None:
         yield job.placement.asked_by_reward("eval.base", c.eval.base, c.model.dtype)
     if c.eval.embedder is not None:
-        yield Price("eval.embedder", ranks[:1], embedder_bytes(job.inputs, c.eval.embedder))
+        yield Price("eval.embedder", ranks[:1], job.inputs.embedder(c.eval.embedder).num_bytes)
 
 
 # --- In words ---

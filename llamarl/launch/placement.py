@@ -150,11 +150,21 @@ class Placement(dict[str, Ranks]):
             replicate=settings.replicate,
         )
 
-    def asked_by_reward(self, name: str, path: str, dtype: str, cache_tokens: int = 0) -> Price:
-        """Return the price of a model that the reward's ranks hold together and ask."""
+    def stream_cache(self, model: ModelConfig, dtype: str) -> tuple[int, int]:
+        """Return the tokens and the bytes of the cache in which a model reads ahead, on each rank
+        of the reward.
+        """
+        tokens = self.stream_cache_tokens("reward")
+        return tokens, cache_bytes(model, tokens, dtype, self.config.reward.tensor_parallel)
+
+    def asked_by_reward(self, name: str, path: str, dtype: str, *, ahead: bool = False) -> Price:
+        """Return the price of a model that the reward's ranks hold together and ask. ahead: it
+        reads completions while these are sampled.
+        """
         model = read_config(path)
         held = self.weights_bytes("reward", model, dtype)
-        held += cache_bytes(model, cache_tokens, dtype, self.config.reward.tensor_parallel)
+        if ahead:
+            held += self.stream_cache(model, dtype)[1]
         working = asking_bytes(model, self.longest_microbatch, dtype)
         return Price(name, self["reward"], held, working)
 

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from llamarl.launch.inputs import JobInputs
-from llamarl.launch.kinds import gold_kind, reward_kinds
+from llamarl.launch.scorers import gold_kind, reward_kinds
 from llamarl.scoring.scorer import Item, text_item
 from llamarl.tasks.environment import GIVEN
 from llamarl.tasks.forms import REWARD_KEY

@@ -33,7 +33,6 @@ from llamarl.launch.checks import bad_input, check_inputs, check_vocabulary
 from llamarl.launch.identity import Identity
 from llamarl.launch.inputs import JobInputs
 from llamarl.launch.job import limits_of
-from llamarl.launch.model_directory import parts_of, read_model, read_tokenizer
 from llamarl.launch.run_directory import RunDirectory, open_run
 from llamarl.launch.run_files import recorded
 from llamarl.launch.sources import check_sources
@@ -51,6 +50,7 @@ from llamarl.memory import (
     update_bytes,
 )
 from llamarl.models.config import ModelConfig, read_config
+from llamarl.models.given import parts_of, read_model, read_tokenizer
 from llamarl.models.hf import weights_of
 from llamarl.models.scorer import SCORE
 from llamarl.observe import RowWriter, build_sinks

@@ -11,62 +11,38 @@ takes only safetensors, and no code from the directory. llamarl itself computes 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from llamarl.models.directory import architecture_in, read_json
 from llamarl.models.hf import check_encoder_directory, check_finite
-from llamarl.scoring.scorer import Item, Outcomes, Scorer
+from llamarl.scoring.scorer import Item, Outcomes, Scorer, Site
 from llamarl.tasks.special import special_tokens
 from llamarl.types import Outcome
-from llamarl.words.choices import ClassifierOutput, ClassifierReads
+from llamarl.words.choices import ClassifierOutput
+
+if TYPE_CHECKING:
+    from llamarl.scoring.kinds.encoder import EncoderKindSettings
 
 # Parts of names of model types whose positions begin after the pad token's, like RoBERTa's.
 _BEHIND_PAD = ("roberta", "camembert", "mpnet", "longformer", "data2vec-text", "xmod")
 
 
-@dataclass(frozen=True, slots=True)
-class ClassifierSettings:
-    """An encoder's directory and how it scores.
-
-    label: its name; None: the only one. output: the label's logit, its probability among all
-    labels, or the log of that. The probability of a single label is the logit's sigmoid. reads: the
-    completion alone, or the prompt and the completion as the tokenizer's pair of texts.
-    max_tokens: longer texts are an error; at most what the model reads. batch_size: texts at a
-    time.
-    """
-
-    path: str
-    label: str | None
-    output: ClassifierOutput
-    reads: ClassifierReads
-    dtype: str
-    max_tokens: int
-    batch_size: int
-
-
 class Classifier(Scorer):
-    """A Scorer of texts. Texts that came together are scored in a batch; if reproducible, each text
-    is scored alone, so that its score does not depend on timing.
+    """A Scorer of texts. Texts that came together are scored in a batch. At a reproducible site
+    each text is scored alone, so that its score does not depend on timing.
     """
 
-    def __init__(
-        self,
-        settings: ClassifierSettings,
-        *,
-        device: torch.device,
-        reproducible: bool,
-        on_result: Callable[[], None],
-    ):
+    def __init__(self, settings: EncoderKindSettings, site: Site):
         self.name = f"encoder {Path(settings.path).name}"
         self._settings = settings
-        self._device = device
-        self._batch_size = 1 if reproducible else settings.batch_size
-        self._on_result = on_result
+        self._device = site.group.device
+        self._batch_size = 1 if site.reproducible else settings.batch_size
+        self._on_result = site.on_result
         self._waiting: deque[tuple[int, str, str]] = deque()  # key, prompt, completion
 
     @property

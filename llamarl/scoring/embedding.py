@@ -24,10 +24,13 @@ from torch import Tensor
 
 from llamarl.errors import NoWeights
 from llamarl.learning.packing import collate
+from llamarl.memory import ITEMSIZES, encoder_numbers
 from llamarl.models.attention import PackedAttention
+from llamarl.models.config import read_config
 from llamarl.models.directory import read_json
 from llamarl.models.hf import check_encoder_directory, check_finite, load_tokenizer
 from llamarl.models.loading import frozen_decoder
+from llamarl.models.sharding import num_parameters
 from llamarl.scoring.classifier import most_tokens_of
 
 _UNBOUNDED = 1_000_000  # a tokenizer without a longest text gives a larger number than this
@@ -47,6 +50,13 @@ class EmbedderSettings:
     is_policy: bool
     dtype: str
     microbatch_tokens: int
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the model's weights."""
+        if self.is_policy:
+            return num_parameters(read_config(self.path)) * ITEMSIZES[self.dtype]
+        return encoder_numbers(self.path) * ITEMSIZES[self.dtype]
 
 
 class Embedder(Protocol):

@@ -16,8 +16,7 @@ import os
 import random
 import time
 from collections import Counter
-from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
 import httpx
@@ -30,6 +29,9 @@ from tenacity import (
 )
 
 from llamarl.words.texts import read_json, url_problem
+
+if TYPE_CHECKING:
+    from llamarl.scoring.kinds.judge import JudgeKindSettings
 
 FIRST_PAUSE_S = 0.5  # before the first retry; each further one waits twice as long
 LONGEST_PAUSE_S = 30.0
@@ -68,38 +70,18 @@ class NoReply(Exception):
         self.retry_after_s = retry_after_s
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EndpointSettings:
-    """url: as an OpenAI client takes it, such as http://127.0.0.1:8000/v1. model: its name there.
-    api_key_env: the name of the environment variable that holds the key; None: no key is sent.
-
-    max_parallel: requests at a time. timeout_s: for the requests of one question together, each
-    from its start to the last byte of its reply; pauses between them do not count. max_retries:
-    tries after a request that failed in a way that may pass. max_tokens and temperature: the
-    reply's; None: the server's own. section: the configuration's, whose keys messages name.
-    """
-
-    url: str
-    model: str
-    api_key_env: str | None = None
-    max_parallel: int = 16
-    timeout_s: float = 60.0
-    max_retries: int = 5
-    max_tokens: int | None = 1024
-    temperature: float | None = 0.0
-    section: str = "reward"
-
-
 class Endpoint:
     """Asks one endpoint, many questions at a time. Made, used and closed in one event loop.
 
-    ValueError for a url or a key that cannot be used.
+    section: of the configuration, whose keys messages name. ValueError for a url or a key that
+    cannot be used.
     """
 
-    def __init__(self, settings: EndpointSettings):
-        check_url(settings)
+    def __init__(self, settings: JudgeKindSettings, section: str):
+        check_url(settings, section)
         self._settings = settings
-        self._key = read_key(settings)
+        self._section = section
+        self._key = read_key(settings, section)
         self.counts: Counter[str] = Counter()  # requests, retries
         self._places = asyncio.Semaphore(settings.max_parallel)
         # Not the shared generator: its draws may be part of a reproducible run.
@@ -109,7 +91,7 @@ class Endpoint:
         headers = {"Accept-Encoding": "identity"}
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
-            _warn_of_open_key(settings)
+            _warn_of_open_key(settings, section)
         self._client = httpx.AsyncClient(
             headers=headers,
             timeout=None,  # _fetch has one for the whole of a request
@@ -130,7 +112,7 @@ class Endpoint:
         """Return the text of the reply. NoReply if there is no whole reply."""
         text, is_cut = await self._reply(question)
         if is_cut:
-            remedy = f"raise {self._settings.section}.max_tokens"
+            remedy = f"raise {self._section}.max_tokens"
             raise NoReply("nonsense", f"the reply was cut off; {remedy}")
         return text
 
@@ -181,7 +163,7 @@ class Endpoint:
                 async with self._client.stream("POST", url, json=body) as response:
                     content = await _content_of(response)
         except TimeoutError as error:
-            what = f"no reply in {self._settings.section}.timeout_s={self._settings.timeout_s:g}"
+            what = f"no reply in {self._section}.timeout_s={self._settings.timeout_s:g}"
             raise NoReply("slow", what) from error
         except httpx.RequestError as error:
             what = f"{type(error).__name__}: {error}".removesuffix(": ")
@@ -192,7 +174,7 @@ class Endpoint:
 
     def _refusal(self, response: httpx.Response, content: bytes) -> NoReply:
         """Return why there is no reply, for a status other than 200."""
-        section = self._settings.section
+        section = self._section
         status = response.status_code
         what = f"HTTP {status}: {self._shown(content.decode(errors='replace'))}"
         if response.has_redirect_location:
@@ -281,21 +263,21 @@ def seconds_of(retry_after: str | None) -> float | None:
     return max(0.0, then_s - time.time())
 
 
-def check_url(settings: EndpointSettings) -> None:
+def check_url(settings: JudgeKindSettings, section: str) -> None:
     """Raise ValueError if the settings' url is no endpoint's."""
     problem = url_problem(settings.url)
     if problem is not None:
-        raise ValueError(f"{settings.section}.url {problem}")
+        raise ValueError(f"{section}.url {problem}")
 
 
-def read_key(settings: EndpointSettings) -> str | None:
+def read_key(settings: JudgeKindSettings, section: str) -> str | None:
     """Return the key in the environment variable that is named; None if none is named. ValueError
     if the variable is missing or the key fits no header; it does not show the key.
     """
     name = settings.api_key_env
     if name is None:
         return None
-    setting = f"{settings.section}.api_key_env"
+    setting = f"{section}.api_key_env"
     key = os.environ.get(name, "").strip()
     if not key:
         raise ValueError(
@@ -307,7 +289,7 @@ def read_key(settings: EndpointSettings) -> str | None:
     return key
 
 
-def _warn_of_open_key(settings: EndpointSettings) -> None:
+def _warn_of_open_key(settings: JudgeKindSettings, section: str) -> None:
     """Warn if the key travels unencrypted to another host."""
     parts = urlsplit(settings.url)
     if parts.scheme == "https" or parts.hostname == "localhost":
@@ -317,5 +299,5 @@ def _warn_of_open_key(settings: EndpointSettings) -> None:
     except ValueError:
         is_here = False
     if not is_here:
-        url = f"{settings.section}.url={settings.url}"
+        url = f"{section}.url={settings.url}"
         log.warning("%s: the key travels unencrypted; use https", url)

@@ -20,12 +20,16 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llamarl.errors import RewardError
-from llamarl.scoring.endpoint import Endpoint, EndpointSettings, NoReply, check_url, read_key, shown
+from llamarl.scoring.endpoint import Endpoint, NoReply, check_url, read_key, shown
 from llamarl.scoring.scorer import Item, Outcomes, Scorer
 from llamarl.types import Outcome
-from llamarl.words.choices import JudgeAsk
+
+if TYPE_CHECKING:
+    from llamarl.scoring.kinds.judge import JudgeKindSettings
 
 END_S = 10.0  # for the thread to end, after it was told to
 SCORE_TEMPLATE = """\
@@ -89,43 +93,32 @@ class _Text:
 class Judge(Scorer):
     """A Scorer that asks a model behind an endpoint.
 
-        judge = Judge(EndpointSettings(url="http://127.0.0.1:8000/v1", model="NAME"))
+        judge = Judge(JudgeKindSettings(url="http://127.0.0.1:8000/v1", model="NAME", ...))
         judge.start()
         judge.submit(0, text_item("Name a colour.", "Green.", {}))
 
-    ask: the kind of question (see the table above). template: the question, with {prompt} and
-    {completion}, or {a} and {b} if two are compared; {answer}, {lowest} and {highest} are filled in
-    too; None: the one above. lowest, highest: the bounds of its numbers. on_result: called in the
-    judge's thread when there is something to poll.
+    section: of the configuration, whose keys messages name. on_result: called in the judge's thread
+    when there is something to poll. A thread asks, at most max_parallel requests at a time; what is
+    submitted beyond that waits in it.
 
-    ValueError for a template, a url or a key that cannot be used. A thread asks, at most
-    max_parallel requests at a time; what is submitted beyond that waits in it.
+    ValueError or OSError for a template that cannot be read; ValueError for one that lacks a place,
+    and for a url or a key that cannot be used.
     """
 
     def __init__(
         self,
-        endpoint: EndpointSettings,
-        *,
-        ask: JudgeAsk = "score",
-        template: str | None = None,
-        lowest: float = 1.0,
-        highest: float = 10.0,
-        on_result: Callable[[], None] | None = None,
+        settings: JudgeKindSettings,
+        section: str = "reward",
+        on_result: Callable[[], None] = lambda: None,
     ):
-        check_url(endpoint)
-        read_key(endpoint)
-        section = endpoint.section
-        if not lowest < highest:
-            bounds = f"{section}.lowest={lowest:g} is not below {section}.highest={highest:g}"
-            raise ValueError(bounds)
-        self.name = f"{endpoint.model} at {endpoint.url}"
+        check_url(settings, section)
+        read_key(settings, section)
+        self.name = f"{settings.model} at {settings.url}"
         self._counts: Counter[str] = Counter()  # pairs, order_ties, and failures by their kind
-        self._settings = endpoint
-        self._ask = ask
-        self._template = template_of(ask, template, section=section)
-        self._lowest = lowest
-        self._highest = highest
-        self._on_result = on_result or (lambda: None)
+        self._settings = settings
+        self._section = section
+        self._template = template_of(settings, section)
+        self._on_result = on_result
         self._held: dict[int, _Text] = {}  # by key, until their batch is released
         self._num_pending = 0
         self._known: deque[tuple[int, Outcome]] = deque()
@@ -161,7 +154,7 @@ class Judge(Scorer):
         self._thread.start()
         self._has_begun.wait()  # this ends, because requests have a timeout and tries are limited
         if isinstance(self._failure, NoReply):
-            where = f"{self._settings.section}.url={self._settings.url}"
+            where = f"{self._section}.url={self._settings.url}"
             raise ValueError(f"{where}: {self._failure}")
         self._raise_failure()
 
@@ -172,14 +165,14 @@ class Judge(Scorer):
         meta = item.prompt.reward_meta
         json.dumps(meta)
         text = _Text(item.prompt.text, item.text, meta)
-        if self._ask == "group":
+        if self._settings.ask == "group":
             self._held[key] = text
         else:
             self._begin([key], self._judge_one(key, text))
 
     def release(self, keys: Sequence[int]) -> None:
         """Note that these items make a batch. Those of one prompt are compared with each other."""
-        if self._ask != "group":
+        if self._settings.ask != "group":
             return
         by_prompt: dict[tuple[str, str], dict[int, _Text]] = {}
         for key in keys:
@@ -247,7 +240,7 @@ class Judge(Scorer):
         """Ask once, then let tasks ask until this one is cancelled."""
         self._main = asyncio.current_task()
         self._loop = asyncio.get_running_loop()
-        self._endpoint = Endpoint(self._settings)
+        self._endpoint = Endpoint(self._settings, self._section)
         try:
             await self._endpoint.probe()
             self._has_begun.set()
@@ -298,11 +291,11 @@ class Judge(Scorer):
         """Return the outcome of an item, by its number or by its comparison with the row's answer.
         An error if there is no such answer.
         """
-        if self._ask == "score":
+        if self._settings.ask == "score":
             return Outcome("score", await self._score(item), "")
         answer = item.meta.get("answer")
         if answer is None:
-            remedy = f"set task.answer_key, or {self._settings.section}.ask=score"
+            remedy = f"set task.answer_key, or {self._section}.ask=score"
             return Outcome.error(f"the prompt's meta has no 'answer'; {remedy}")
         points = await self._points(item.prompt, item.completion, str(answer), item.meta)
         return Outcome("score", points, "")
@@ -344,10 +337,12 @@ class Judge(Scorer):
         number = number_in(reply)
         if number is None:
             raise NoReply("nonsense", f'no "Score: N" in the reply: {shown(reply)}')
-        if not self._lowest <= number <= self._highest:
-            what = f"the score {number:g} is not within {self._lowest:g} to {self._highest:g}"
+        lowest = self._settings.lowest
+        highest = self._settings.highest
+        if not lowest <= number <= highest:
+            what = f"the score {number:g} is not within {lowest:g} to {highest:g}"
             raise NoReply("nonsense", what)
-        return (number - self._lowest) / (self._highest - self._lowest)
+        return (number - lowest) / (highest - lowest)
 
     async def _points(self, prompt: str, one: str, other: str, meta: dict[str, object]) -> float:
         """Return 1 if the first is preferred in both orders, 0 if the other is, otherwise 0.5."""
@@ -385,20 +380,28 @@ class Judge(Scorer):
         """
         filled = {
             "answer": str(meta.get("answer", "")),
-            "lowest": f"{self._lowest:g}",
-            "highest": f"{self._highest:g}",
+            "lowest": f"{self._settings.lowest:g}",
+            "highest": f"{self._settings.highest:g}",
             **values,
         }
         text = _PLACES.sub(lambda place: filled.get(place[1], place[0]), self._template)
         return text.encode("utf-8", "replace").decode()  # half a surrogate pair cannot be sent
 
 
-def template_of(ask: JudgeAsk, template: str | None, *, section: str) -> str:
-    """Return the question's template. ValueError if the user's template has no place for what is
-    judged. section: the configuration's, whose keys the message names.
+def template_of(settings: JudgeKindSettings, section: str) -> str:
+    """Return the question's template, with {prompt} and {completion}, or {a} and {b} if two are
+    compared; {answer}, {lowest} and {highest} may be in it too. ValueError if the user's file is no
+    text or has no place for what is judged. section: the configuration's, whose keys the message
+    names.
     """
-    if template is None:
+    ask = settings.ask
+    if settings.template is None:
         return SCORE_TEMPLATE if ask == "score" else PAIR_TEMPLATE
+    try:
+        template = Path(settings.template).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        what = f"the judge's template {settings.template}: not UTF-8: {error.reason}"
+        raise ValueError(what) from error
     needed = ("{completion}",) if ask == "score" else ("{a}", "{b}")
     missing = [place for place in needed if place not in template]
     if missing:

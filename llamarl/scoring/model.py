@@ -15,6 +15,7 @@ from __future__ import annotations
 import os.path
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,12 +28,15 @@ from llamarl.scoring.growing import Key
 from llamarl.scoring.scorer import Item, Outcomes, Queue, Scorer, Site
 from llamarl.scoring.sharded import (
     ScoreRequest,
-    ScorerSettings,
     ShardedScorer,
+    Transcript,
     from_message,
     to_message,
 )
 from llamarl.types import Outcome, Stretch
+
+if TYPE_CHECKING:
+    from llamarl.scoring.kinds.model import ModelKindSettings
 
 Scores = list[tuple[int, float]]  # scores, each with its item's key
 
@@ -41,7 +45,8 @@ class ModelScorer(Scorer):
     """Scores items by a model.
 
     name: of the part of the reward that it is. stream: how it reads completions while they are
-    sampled; None: it does not. Its metrics, for completions that are trained on:
+    sampled; None: it does not. transcript: how it reads texts, if its tokenizer is not the
+    policy's; None: it reads the policy's tokens. Its metrics, for completions that are trained on:
     reward/NAME/seconds and tokens, what it took; reward/tail_s, from a completion to its score;
     with a stream reward/prefilled_early, the share of a completion's tokens that were read before
     it came, reward/piece_tokens and reward/evictions.
@@ -51,12 +56,18 @@ class ModelScorer(Scorer):
     """
 
     def __init__(
-        self, name: str, settings: ScorerSettings, site: Site, stream: StreamSettings | None = None
+        self,
+        name: str,
+        settings: ModelKindSettings,
+        site: Site,
+        stream: StreamSettings | None = None,
+        transcript: Transcript | None = None,
     ):
         self.name = name
         self._settings = settings
         self._site = site
         self._stream = stream
+        self._transcript = transcript
         self._items: dict[int, Item] = {}  # items without a score yet, by key
         self._came: dict[int, float] = {}  # when each came
         self._errors: Outcomes = []
@@ -69,7 +80,7 @@ class ModelScorer(Scorer):
         self._run = f"score/{self.name}"
         self._site.together.add(self._run, CollectiveCall(model.scores, to_message, from_message))
         self._rounds = Rounds(
-            self._settings,
+            self._transcript,
             context=model.decoder.config.max_position_embeddings,
             tokens_a_round=model.tokens_a_round,
             reproducible=self._site.reproducible,
@@ -78,7 +89,7 @@ class ModelScorer(Scorer):
         if self._stream is not None:
             ahead = Ahead(
                 model.decoder,
-                ScoreHead(self._settings.label),
+                ScoreHead(model.label),
                 self._stream,
                 self._site,
                 call=f"read/{self.name}",
@@ -220,15 +231,20 @@ class ModelScorer(Scorer):
 class Rounds:
     """Batches that wait for a model. It scores a round of them at a time.
 
-    context: the most tokens that the model reads. tokens_a_round: tokens that fill a microbatch on
-    each rank. reproducible: batches are not computed together.
+    transcript: as ModelScorer's. context: the most tokens that the model reads. tokens_a_round:
+    tokens that fill a microbatch on each rank. reproducible: batches are not computed together.
     """
 
     def __init__(
-        self, settings: ScorerSettings, *, context: int, tokens_a_round: int, reproducible: bool
+        self,
+        transcript: Transcript | None,
+        *,
+        context: int,
+        tokens_a_round: int,
+        reproducible: bool,
     ):
         self.pending = 0  # items
-        self._transcript = settings.transcript
+        self._transcript = transcript
         self._context = context
         self._tokens_a_round = tokens_a_round
         self._reproducible = reproducible

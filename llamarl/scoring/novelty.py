@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -36,20 +37,10 @@ from llamarl.scoring.embedding import (
 from llamarl.scoring.scorer import Item, Outcomes, Queue, Scorer, Site
 from llamarl.types import Outcome
 
+if TYPE_CHECKING:
+    from llamarl.scoring.kinds.novelty import NoveltyKindSettings
+
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class NoveltySettings:
-    """history: how many of the newest completions are remembered. nearest: how many of the most
-    similar of them a completion is compared with; None: all, as Hong et al. do. groups_per_step:
-    tickets of a step.
-    """
-
-    embedder: EmbedderSettings
-    history: int
-    nearest: int | None
-    groups_per_step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +70,25 @@ class _Past:
 
 
 class Novelty(Scorer):
-    """Scores batches of completions. Their column diversity/cosine_distance is of their group."""
+    """Scores batches of completions. Their column diversity/cosine_distance is of their group.
+
+    groups_per_step: tickets of a step.
+    """
 
     is_novelty = True
 
-    def __init__(self, name: str, settings: NoveltySettings, site: Site):
+    def __init__(
+        self,
+        name: str,
+        settings: NoveltyKindSettings,
+        embedder: EmbedderSettings,
+        groups_per_step: int,
+        site: Site,
+    ):
         self.name = name
         self._settings = settings
+        self._embedder_settings = embedder
+        self._groups_per_step = groups_per_step
         self._device = site.group.device
         self._items: dict[int, Item] = {}
         self._released: Queue[list[int]] = Queue()
@@ -106,7 +109,7 @@ class Novelty(Scorer):
 
     def start(self) -> None:
         """Load the model. ValueError or OSError for what cannot be used."""
-        self._embedder = load_embedder(self._settings.embedder, self._device)
+        self._embedder = load_embedder(self._embedder_settings, self._device)
 
     def submit(self, key: int, item: Item) -> None:
         """Take one item, which waits for its batch."""
@@ -174,14 +177,14 @@ class Novelty(Scorer):
         units = state["units"]
         assert isinstance(places, Tensor) and isinstance(units, Tensor), "state_dict has tensors"
         past = _Past(places, units)
-        steps_M = past.places_M2[:, 0] // self._settings.groups_per_step
+        steps_M = past.places_M2[:, 0] // self._groups_per_step
         self._step = int(steps_M.max())
         self._history = past.where(steps_M < self._step)
         self._come = past.where(steps_M == self._step)
 
     @property
     def _embedder_name(self) -> str:
-        return self._settings.embedder.path
+        return self._embedder_settings.path
 
     def _begin(self, ticket: int) -> None:
         """Forget earlier completions of a ticket. If it belongs to a later step, first move what
@@ -191,7 +194,7 @@ class Novelty(Scorer):
             self._history = self._history.without(ticket)
         if self._come is not None:
             self._come = self._come.without(ticket)
-        step = ticket // self._settings.groups_per_step
+        step = ticket // self._groups_per_step
         if step > self._step:
             self._step = step
             past = _joined(self._history, self._come)

@@ -8,12 +8,13 @@ Items beyond what keeps a scorer busy wait in InTurn, where evaluations overtake
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from llamarl.scoring.scorer import Item, Outcomes, Queue, Scorer
+from llamarl.tasks.environment import GIVEN
 from llamarl.tasks.forms import REWARD_KEY
 from llamarl.types import Outcome
 
@@ -217,3 +218,19 @@ class EnvironmentReward(Scorer):
     def wait(self, timeout_s: float) -> bool:
         """Whether `poll` has something to return; there is nothing to wait for."""
         return bool(self._done)
+
+
+def by_own_reward(
+    main: str, others: Sequence[str], make_pool: Callable[[str], Scorer], name: str
+) -> Scorer:
+    """Return the scorer of prompts of several kinds.
+
+    main: the default reward, an import path or GIVEN (the environment's reward). others: rewards
+    that some prompts name for themselves. make_pool: makes the scorer of an import path. name: of
+    the scorer, in messages.
+    """
+    scorers: dict[str, Scorer] = {}
+    for path in dict.fromkeys((main, *others)):
+        scorers[path] = EnvironmentReward(name) if path == GIVEN else make_pool(path)
+    default = scorers.pop(main)
+    return InTurn(ByOwnReward(default, scorers) if scorers else default)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,11 +30,14 @@ from llamarl.models.config import Lora
 from llamarl.models.fsdp import reshard
 from llamarl.models.loading import decoder_over, load_scorer
 from llamarl.models.protocol import LanguageModel
-from llamarl.models.scorer import scores_at
+from llamarl.models.scorer import label_of, scores_at
 from llamarl.models.tp import TensorParallel
 from llamarl.tasks.base import Tokenizer, text_of, with_system
 from llamarl.tasks.special import chat_ids, text_ids
 from llamarl.types import Group, Message, PackedBatch
+
+if TYPE_CHECKING:
+    from llamarl.scoring.kinds.model import ModelKindSettings
 
 
 class Transcript:
@@ -232,29 +236,13 @@ def _build(parts: list[_Part]) -> ScoreBatch:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class ScorerSettings:
-    """Settings of a model that scores.
-
-    dtype: a name in torch. label: the number of the score to use. microbatch_tokens: packed tokens
-    a forward, per rank. A score becomes (score - shift) * scale. transcript: how it reads texts, if
-    its tokenizer is not the policy's; None: it reads the policy's tokens.
+class ShardedScorer:
+    """A model over the ranks of an executor. Every call is collective over them. label: the number
+    of the score that is used.
     """
 
-    path: str
-    dtype: str
-    label: int = 0
-    microbatch_tokens: int = 8192
-    scale: float = 1.0
-    shift: float = 0.0
-    transcript: Transcript | None = None
-
-
-class ShardedScorer:
-    """A model over the ranks of an executor. Every call is collective over them."""
-
-    def __init__(self, settings: ScorerSettings, group: ExecutorGroup):
-        self.settings = settings
+    def __init__(self, settings: ModelKindSettings, group: ExecutorGroup):
+        self._microbatch_tokens = settings.microbatch_tokens
         self._group = group
         self.decoder = load_scorer(
             settings.path,
@@ -263,21 +251,22 @@ class ShardedScorer:
             mesh=group.data_mesh() if group.size > 1 else None,
             tensor_parallel=TensorParallel.of(group),
         )
+        self.label = label_of(self.decoder.config, settings.label)
 
     @property
     def tokens_a_round(self) -> int:
         """Packed tokens that fill one microbatch on each rank."""
-        return self.settings.microbatch_tokens * self._group.data_size
+        return self._microbatch_tokens * self._group.data_size
 
     def scores(self, asked: Sequence[ScoreRequest]) -> Tensor:
         """Return the scores [N] of all given completions, in order, on the CPU; the same on all
         ranks. Each rank computes its share.
         """
-        batches = pack_scored(asked, budget_tokens=self.settings.microbatch_tokens)
+        batches = pack_scored(asked, budget_tokens=self._microbatch_tokens)
         scores_N = torch.zeros(sum(len(one.completions) for one in asked))
         for batch in own_share(batches, _build([]), self._group):
             scores_NC = score(self.decoder, batch, self._group.device)
-            scores_N[batch.places] = scores_NC[:, self.settings.label]
+            scores_N[batch.places] = scores_NC[:, self.label]
         reshard(self.decoder)
         join_shares(scores_N, self._group)
         return scores_N

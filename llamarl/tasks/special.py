@@ -23,6 +23,9 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from pathlib import Path
+
+from llamarl.models.directory import read_json
 
 log = logging.getLogger(__name__)
 
@@ -419,6 +422,31 @@ def turn_end(tokenizer) -> int | None:
     special = special_tokens(tokenizer)
     word = special.spelling(text.rpartition(mark)[2])
     return None if word is None else tokenizer.convert_tokens_to_ids(word)
+
+
+def stop_tokens(path: Path, tokenizer, *, chat: bool = True) -> tuple[int, ...]:
+    """Return every token that ends a completion: the tokenizer's, those of generation_config.json
+    or without that of config.json, as transformers has it, and with `chat` the one that the chat
+    template ends a reply with. ValueError for a token that is no number.
+    """
+    ids = [tokenizer.eos_token_id]
+    if chat:
+        ids.append(turn_end(tokenizer))
+    file = end_tokens_file(path)
+    if file.is_file():
+        more = read_json(file).get("eos_token_id")
+        ids += more if isinstance(more, list) else [more]
+        if not all(i is None or type(i) is int for i in ids):
+            raise ValueError(
+                f"{file}: eos_token_id={more!r}: need a token id, or a list of token ids"
+            )
+    return tuple(sorted({i for i in ids if i is not None}))
+
+
+def end_tokens_file(path: Path) -> Path:
+    """Return the file of a model directory that lists end tokens beside the tokenizer's."""
+    own = path / "generation_config.json"
+    return own if own.is_file() else path / "config.json"
 
 
 def reply_ids(tokenizer, prompt_ids: Sequence[int], text: str, *, chat: bool) -> list[int]:

@@ -8,6 +8,7 @@ routes        the route of a channel of weights, and the control of one of sever
 model_config  the ModelConfig of a small decoder
 model_directory  a copy of the embedded model, and a random model from a config.json
 composing     Hydra's compose, which reads conf/ once
+kind_settings  the settings of a model, an encoder, a judge or novelty
 user_module   a module in the user's own directory
 job           a job that runs to its end; a program's output
 

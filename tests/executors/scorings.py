@@ -81,8 +81,8 @@ def words(ids):
     return ",".join(map(str, ids))
 
 
-def part(name, settings, weight=1.0, stream=None):
-    return WeightedPart(name, partial(ModelScorer, name, settings, stream=stream), weight)
+def part(name, settings, weight=1.0, **options):
+    return WeightedPart(name, partial(ModelScorer, name, settings, **options), weight)
 
 
 def feed(executor, *records):

@@ -12,10 +12,10 @@ from llamarl.evaluation.gold import Gold
 from llamarl.evaluation.judges import advance
 from llamarl.scoring.model import ModelScorer
 from llamarl.scoring.scorer import Scorer, site_alone
-from llamarl.scoring.sharded import ScorerSettings
 from llamarl.scoring.weighted import WeightedPart
 from llamarl.tasks.parts import EvalSet
 from llamarl.types import Outcome
+from tests.build.kind_settings import model_settings
 from tests.evaluated import begun, columns_of, evaluated, finished
 from tests.scorers import SCORES, write_scorer
 
@@ -122,7 +122,7 @@ def test_a_gold_that_abstains_from_all_says_nothing(caplog):
 
 def test_a_scorer_of_weights_that_are_no_numbers_gives_no_score(tmp_path):
     write_scorer(tmp_path)
-    gold = make(None, what=model(ScorerSettings(path=str(tmp_path), dtype="float32")))
+    gold = make(None, what=model(model_settings(tmp_path)))
     gold._scorer.model.decoder.score.weight.data[:] = math.nan
     with pytest.raises(RewardError, match="the score is nan"):
         judged(gold, answers("a"))
@@ -130,7 +130,7 @@ def test_a_scorer_of_weights_that_are_no_numbers_gives_no_score(tmp_path):
 
 def test_a_model_works_a_microbatch_at_a_call(tmp_path):
     write_scorer(tmp_path)
-    settings = ScorerSettings(path=str(tmp_path), dtype="float32", microbatch_tokens=8)
+    settings = model_settings(tmp_path, microbatch_tokens=8)
     gold = make(None, what=model(settings))
     asked = []
     for prompt in range(6):  # of 4 tokens each, two a microbatch
@@ -164,7 +164,7 @@ def test_each_set_is_judged_by_itself():
 
 def test_a_gold_model_runs_beside_a_part_of_the_reward_of_its_name(tmp_path):
     write_scorer(tmp_path)
-    settings = ScorerSettings(path=str(tmp_path), dtype="float32")
+    settings = model_settings(tmp_path)
     site = site_alone(CPU)
     reward = ModelScorer("lengths", settings, site)
     reward.load()

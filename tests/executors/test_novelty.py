@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from llamarl.models.config import tiny_directory
 from llamarl.scoring import novelty as novelty_module
 from llamarl.scoring.embedding import EmbedderSettings
-from llamarl.scoring.novelty import Novelty, NoveltySettings
+from llamarl.scoring.novelty import Novelty
 from llamarl.scoring.scorer import Item, score_all, site_alone
 from llamarl.scoring.weighted import Weighted, WeightedPart
 from llamarl.types import Prompt
+from tests.build.kind_settings import novelty_settings
 from tests.launching import COMPLETIONS, SMALL, ForkedJob, untimed
 
 CPU = torch.device("cpu")
@@ -48,8 +49,8 @@ def by_text(path):
 
 
 def made(history=100, nearest=None):
-    how = NoveltySettings(by_text("a"), history, nearest, groups_per_step=GROUPS)
-    novelty = Novelty("new", how, site_alone(CPU))
+    how = novelty_settings(history, nearest)
+    novelty = Novelty("new", how, by_text("a"), GROUPS, site_alone(CPU))
     with patch.object(novelty_module, "load_embedder", lambda settings, device: ByText()):
         novelty.start()
     return novelty
@@ -133,8 +134,7 @@ def test_a_run_that_goes_on_gives_the_same_scores_to_the_bit(step, seed):
 def test_what_another_model_embedded_is_not_compared_with(caplog):
     before = made()
     score(before, [["a"]] * GROUPS)
-    other = NoveltySettings(by_text("b"), 100, None, groups_per_step=GROUPS)
-    after = Novelty("new", other, site_alone(CPU))
+    after = Novelty("new", novelty_settings(), by_text("b"), GROUPS, site_alone(CPU))
     after.load_state_dict(before.state_dict())
     assert after.state_dict() == {} and "vectors of a" in caplog.text
 
@@ -207,8 +207,8 @@ def test_an_evaluation_goes_before_the_batches_that_wait():
 def test_as_a_part_it_weighs_with_the_start_model():
     """The only group of a step of its own: a second one repeats it."""
     embedder = EmbedderSettings(str(tiny_directory()), True, "float32", 1000)
-    how = NoveltySettings(embedder, history=10, nearest=1, groups_per_step=1)
-    part = WeightedPart("new", partial(Novelty, "new", how), weight=0.5)
+    how = novelty_settings(history=10, nearest=1)
+    part = WeightedPart("new", partial(Novelty, "new", how, embedder, 1), weight=0.5)
     scoring = Weighted([part], site_alone(CPU))
     scoring.start()
     texts = ("12+34=46", "7")

@@ -7,7 +7,6 @@ import torch
 from llamarl.scoring.model import Rounds
 from llamarl.scoring.routing import InTurn
 from llamarl.scoring.scorer import Item, Queue, Scorer
-from llamarl.scoring.sharded import ScorerSettings
 from llamarl.types import Outcome, Prompt
 
 
@@ -134,7 +133,7 @@ def test_in_any_order_everything_is_scored_once_and_each_attacks_answers_are_a_b
 def test_a_model_scores_the_batches_of_evaluations_first():
     for reproducible in (True, False):
         rounds = Rounds(
-            ScorerSettings(path="", dtype="float32"),
+            None,
             context=100,
             tokens_a_round=1,
             reproducible=reproducible,

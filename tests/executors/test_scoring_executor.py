@@ -11,9 +11,10 @@ from llamarl.executor import ExecutorGroup
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
 from llamarl.scoring.model import asked_of
-from llamarl.scoring.sharded import ScorerSettings, Transcript, same_tokens
+from llamarl.scoring.sharded import Transcript, same_tokens
 from llamarl.scoring.weighted import Weighted, WeightedPart
 from llamarl.types import EvalCompletion, Group
+from tests.build.kind_settings import model_settings
 from tests.evaluated import own_set
 from tests.executors.fakes import FakeControl, FakeMetrics, FakeReceiver, FakeSender
 from tests.executors.scorings import (
@@ -42,15 +43,17 @@ def scorer(tmp_path):
 
 @pytest.fixture
 def build(tmp_path):
-    def build(parts=None, *, meta=None, reproducible=False, is_set_up=True, **changes):
-        model = ScorerSettings(path=str(tmp_path), dtype="float32", **changes)
+    def build(
+        parts=None, *, meta=None, reproducible=False, is_set_up=True, transcript=None, **changes
+    ):
+        model = model_settings(tmp_path, **changes)
         executor = Reward(
             prompts=[prompt(i, **(meta or {})) for i in range(len(ASKED))],
             eval_prompts=prompt,
             decode=words,
             group_size=SIZE,
             eval_sets=own_set(len(ASKED)),
-            make_scorer=partial(Weighted, parts or [part("model", model)]),
+            make_scorer=partial(Weighted, parts or [part("model", model, transcript=transcript)]),
             first_takes=True,
             reproducible=reproducible,
         )
@@ -153,7 +156,7 @@ def column(group, part):
 
 
 def test_parts_are_weighed_and_added(build, scorer, tmp_path):
-    model = ScorerSettings(path=str(tmp_path), dtype="float32")
+    model = model_settings(tmp_path)
     parts = [
         part("rm", model, 2.0),
         WeightedPart("words", Lengths, -0.5),
@@ -181,7 +184,7 @@ def test_sources_without_a_model_are_weighed_too_and_hear_of_whole_groups(build)
 
 
 def test_what_one_part_cannot_score_has_no_reward(build, scorer, tmp_path):
-    model = ScorerSettings(path=str(tmp_path), dtype="float32")
+    model = model_settings(tmp_path)
     lengths = [len(c) for c in ASKED[3].completions]
     assert len(set(lengths)) == SIZE
     meta = {"error_at": lengths[0], "abstain_at": lengths[1]}

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from executors.reward import Reward
 from llamarl.executor import ExecutorGroup
 from llamarl.scoring.ahead import StreamSettings
-from llamarl.scoring.sharded import ScorerSettings
 from llamarl.scoring.weighted import Weighted, WeightedPart
 from llamarl.types import EvalCompletion, Group, Stretch
+from tests.build.kind_settings import model_settings
 from tests.evaluated import own_set
 from tests.executors.fakes import FakeControl, FakeMetrics, FakeReceiver, FakeSender
 from tests.executors.scorings import (
@@ -52,7 +52,7 @@ def streaming(path, *, model=None, parts=None, cache_tokens=8 * LONGEST, **searc
         longest=LONGEST,
         **search,
     )
-    own = ScorerSettings(path=str(path), dtype="float32", microbatch_tokens=20)
+    own = model_settings(path, microbatch_tokens=20)
     weighted = [part("model", own, stream=stream), *(parts or [])]
     if model is not None:
         weighted.append(part("again", model, 2.0, stream=stream))
@@ -172,7 +172,7 @@ def test_held_out_answers_are_scored_whole(path, scorer):
 
 
 def test_each_model_streams_and_others_are_weighed_beside_it(path, scorer):
-    model = ScorerSettings(path=str(path), dtype="float32")
+    model = model_settings(path)
     executor = streaming(path, model=model, parts=[WeightedPart("words", Lengths, -0.5)])
     sample, size = longest_sample(3)
     executor.inputs.of(Stretch).records.append(stretch(3, sample, 0, size - 1))

@@ -15,9 +15,9 @@ from llamarl.executor import ExecutorGroup
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.scoring.model import ModelScorer
 from llamarl.scoring.scorer import Site
-from llamarl.scoring.sharded import ScorerSettings
 from llamarl.scoring.weighted import WeightedPart
 from llamarl.tasks.parts import EvalSet
+from tests.build.kind_settings import model_settings
 from tests.evaluated import columns_of, evaluated
 from tests.executors.likelihoods import logprobs_by_transformers
 from tests.ranks.topologies import TOPOLOGIES, WORLD
@@ -56,7 +56,7 @@ class Told(Alone):
 
 def judges_at(group: ExecutorGroup, path: str) -> list:
     site = Site(group, Told(), reproducible=True)
-    scorer = ScorerSettings(path=path, dtype="float32", microbatch_tokens=MICROBATCH_TOKENS)
+    scorer = model_settings(path, microbatch_tokens=MICROBATCH_TOKENS)
     gold = Gold(
         site,
         scorer=WeightedPart("gold", partial(ModelScorer, "gold", scorer)),

@@ -1,4 +1,4 @@
-"""A kind of scorer that is added in three files, and in no other, does all that a kind does."""
+"""A kind of scorer that is added in two files, and in no other, does all that a kind does."""
 
 from __future__ import annotations
 
@@ -29,14 +29,17 @@ kind: length
 rate: 1.0                 # what a token costs
 max_error_rate: 0.1
 """
-SETTINGS = """
+KIND = '''
 from __future__ import annotations
 
 from typing import Literal
 
+from llamarl.memory import Price
+from llamarl.scoring.kinds.kind import Given, Kind, KindSettings, RunFacts
+from llamarl.scoring.scorer import Scorer
+from llamarl.types import Outcome
 from llamarl.words.fields import Positive, settings_dataclass
 from llamarl.words.findings import Findings
-from llamarl.config.kinds.kind import Given, KindSettings, RunFacts
 
 
 @settings_dataclass
@@ -47,16 +50,6 @@ class LengthKindSettings(KindSettings):
     def find(self, given: Given, run: RunFacts, found: Findings) -> None:
         if self.rate > 100:
             found.add("is too dear; at most 100", given.key("rate"))
-
-
-SETTINGS = LengthKindSettings
-"""
-KIND = '''
-from llamarl.config.kinds.length import LengthKindSettings
-from llamarl.launch.kinds.kind import Kind
-from llamarl.memory import Price
-from llamarl.scoring.scorer import Scorer
-from llamarl.types import Outcome
 
 
 class Length(Scorer):
@@ -95,30 +88,30 @@ class LengthKind(Kind[LengthKindSettings]):
     def identity(self):
         return f"length at {self.settings.rate:g}"
 
-    def notes(self, placement):
+    def notes(self, places):
         return ["length   has no limit"]
 
-    def memory(self, placement):
-        yield Price(self.price_name, placement["reward"], 3 << 30)
+    def memory(self, places):
+        yield Price(self.price_name, places["reward"], 3 << 30)
 
     def make(self, site, stream=None):
         return Length(self.given.name, self.settings.rate, site)
 
 
+SETTINGS = LengthKindSettings
 KIND = LengthKind
 '''
 
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory) -> Path:
-    """A copy of the product with three files more."""
+    """A copy of the product with two files more."""
     folder = tmp_path_factory.mktemp("tree")
     ignored = shutil.ignore_patterns("__pycache__")
     for name in ("llamarl", "executors", "recipes", "conf"):
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     (folder / "conf" / "reward" / "length.yaml").write_text(VALUES)
-    (folder / "llamarl" / "config" / "kinds" / "length.py").write_text(SETTINGS)
-    (folder / "llamarl" / "launch" / "kinds" / "length.py").write_text(KIND)
+    (folder / "llamarl" / "scoring" / "kinds" / "length.py").write_text(KIND)
     return folder
 
 

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from llamarl.inference import vllm_engine
 from llamarl.launch import sources
 from llamarl.launch.checks import check_inputs
-from llamarl.launch.kinds.function import FunctionKind
 from llamarl.launch.sources import check_sources, samples_of
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_weights
+from llamarl.scoring.kinds.function import FunctionKind
 from llamarl.types import MESSAGES_KEY
 from tests.judge_server import JudgeServer
 from tests.padded import padded_directory

@@ -15,12 +15,12 @@ from transformers import (
 from llamarl.models.config import tiny_directory
 from llamarl.scoring.classifier import (
     Classifier,
-    ClassifierSettings,
     check_encoder,
     most_tokens_of,
     of_label,
 )
-from llamarl.scoring.scorer import score_all, text_item
+from llamarl.scoring.scorer import score_all, site_alone, text_item
+from tests.build.kind_settings import encoder_settings
 from tests.scorers import LABELS, write_encoder, write_scorer
 from tests.tolerances import rounding
 
@@ -41,22 +41,8 @@ def make(directory):
     made = []
 
     def make(*, reproducible=False, **changes):
-        settings = ClassifierSettings(
-            path=str(directory),
-            label="toxic",
-            output="logit",
-            reads="completion",
-            dtype="float32",
-            max_tokens=32,
-            batch_size=3,
-        )
-        device = torch.device("cpu")
-        source = Classifier(
-            replace(settings, **changes),
-            device=device,
-            reproducible=reproducible,
-            on_result=lambda: None,
-        )
+        site = replace(site_alone(torch.device("cpu")), reproducible=reproducible)
+        source = Classifier(encoder_settings(directory, **{"label": "toxic", **changes}), site)
         source.start()
         made.append(source)
         return source

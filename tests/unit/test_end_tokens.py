@@ -9,12 +9,11 @@ import pytest
 from tokenizers import processors
 
 from llamarl.launch.checks import check_inputs
-from llamarl.launch.model_directory import stop_tokens
 from llamarl.learning.sft import conversation_pair, read_pairs
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
 from llamarl.tasks.base import PromptMaker
-from llamarl.tasks.special import end_token, special_tokens, turn_end
+from llamarl.tasks.special import end_token, special_tokens, stop_tokens, turn_end
 from tests.made_tokenizers import CHATML, ZEPHYR, byte_level, sentencepiece
 from tests.unit.refusals import change, model_job
 

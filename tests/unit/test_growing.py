@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from llamarl.executor import ExecutorGroup
 from llamarl.scoring.ahead import PieceReader, ScoreHead, from_message, to_message
 from llamarl.scoring.growing import GrowingSequences, Pass, Piece
-from llamarl.scoring.sharded import ScorerSettings, ShardedScorer
+from llamarl.scoring.sharded import ShardedScorer
+from tests.build.kind_settings import model_settings
 from tests.scorers import SCORES, asked_for, transformers_scores, write_scorer
 
 ALONE = ExecutorGroup("reward", (0,), 0, torch.device("cpu"))
@@ -225,7 +226,7 @@ def test_passes_travel_as_numbers():
 def scorer(tmp_path_factory):
     path = tmp_path_factory.mktemp("scorer")
     theirs = write_scorer(path)
-    settings = ScorerSettings(path=str(path), dtype="float32", microbatch_tokens=60)
+    settings = model_settings(path, microbatch_tokens=60)
     return theirs, ShardedScorer(settings, ALONE)
 
 

@@ -14,8 +14,8 @@ from llamarl.inference.sampler import sample_keys
 from llamarl.launch.checks import check_inputs
 from llamarl.launch.identity import Identity, differences
 from llamarl.launch.job import Job
-from llamarl.launch.kinds import reward_kinds
 from llamarl.launch.run_directory import RunDirectory
+from llamarl.launch.scorers import reward_kinds
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
 from llamarl.observe.rows import COLUMNS

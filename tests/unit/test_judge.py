@@ -16,11 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl.scoring import endpoint as endpoint_module
-from llamarl.scoring.endpoint import EndpointSettings, NoReply, seconds_of
+from llamarl.scoring.endpoint import NoReply, seconds_of
 from llamarl.scoring.judge import Judge, choice_in, number_in
 from llamarl.scoring.scorer import text_item
 from llamarl.types import Outcome
 from llamarl.words.texts import url_problem
+from tests.build.kind_settings import judge_settings
 from tests.judge_server import HANG_UP, NO_REPLY, JudgeServer, Reply, between, longer
 
 PATIENCE_S = 60.0
@@ -35,11 +36,7 @@ def short_pauses(monkeypatch):
 @contextmanager
 def started(server, **options):
     """A judge of the server's, started."""
-    given = {"url": server.url, "model": "wise"}
-    for name in ("api_key_env", "max_parallel", "timeout_s", "max_retries", "max_tokens"):
-        if name in options:
-            given[name] = options.pop(name)
-    judge = Judge(EndpointSettings(**given), **options)
+    judge = Judge(judge_settings(server.url, **options))
     try:
         judge.start()
         yield judge
@@ -86,10 +83,11 @@ def test_a_number_becomes_a_reward_from_0_to_1():
     assert set(server.paths) == {"/v1/chat/completions"}
 
 
-def test_a_template_of_ones_own_is_filled_once():
-    template = "{answer}|{prompt}|{completion}|{lowest}|{highest}|{other}"
+def test_a_template_of_ones_own_is_filled_once(tmp_path):
+    template = tmp_path / "template"
+    template.write_text("{answer}|{prompt}|{completion}|{lowest}|{highest}|{other}")
     with JudgeServer(lambda q: "5") as server:
-        with started(server, template=template, lowest=0, highest=5) as judge:
+        with started(server, template=str(template), lowest=0, highest=5) as judge:
             (outcome,) = judged(judge, [("{completion}", "{prompt}", {"answer": "{a}"})])
     assert server.questions == ["{a}|{completion}|{prompt}|0|5|{other}"]
     assert outcome == Outcome("score", 1.0, "")
@@ -98,10 +96,11 @@ def test_a_template_of_ones_own_is_filled_once():
 @pytest.mark.parametrize(
     "ask, template, what", [("score", "{a}{b}", "{completion}"), ("group", "{a}", "{b}")]
 )
-def test_a_template_without_what_is_judged_is_refused(ask, template, what):
-    settings = EndpointSettings(url="http://127.0.0.1:1/v1", model="wise")
+def test_a_template_without_what_is_judged_is_refused(ask, template, what, tmp_path):
+    file = tmp_path / "template"
+    file.write_text(template)
     with pytest.raises(ValueError, match=f"reward.template lacks {re.escape(what)}"):
-        Judge(settings, ask=ask, template=template)
+        Judge(judge_settings(ask=ask, template=str(file)))
 
 
 def test_a_group_is_compared_pair_by_pair_in_both_orders():
@@ -244,7 +243,7 @@ def test_a_server_that_asks_to_wait_is_given_its_time():
 
 def test_pauses_grow_and_are_not_equal(monkeypatch):
     monkeypatch.setattr(endpoint_module, "FIRST_PAUSE_S", 1.0)
-    endpoint = endpoint_module.Endpoint(EndpointSettings(url="http://127.0.0.1:1/v1", model="wise"))
+    endpoint = endpoint_module.Endpoint(judge_settings(), "reward")
 
     def pause_s(attempt, retry_after_s=None):
         state = tenacity.RetryCallState(None, None, (), {})
@@ -287,8 +286,7 @@ def test_all_tries_of_a_question_have_one_deadline(monkeypatch):
         raise NoReply("down", "gone", may_pass=True)
 
     async def ask():
-        settings = EndpointSettings(url="http://127.0.0.1:1/v1", model="wise", timeout_s=9.0)
-        endpoint = endpoint_module.Endpoint(settings)
+        endpoint = endpoint_module.Endpoint(judge_settings(timeout_s=9.0), "reward")
         with pytest.raises(NoReply, match="gone"):
             await endpoint.ask("why?")
         await endpoint.close()
@@ -318,8 +316,7 @@ def test_half_a_surrogate_pair_is_asked_about_as_a_question_mark():
 
 @pytest.mark.parametrize("examples", [300, pytest.param(3000, marks=pytest.mark.slow)])
 def test_no_reply_of_a_judge_raises_anything_but_that_it_failed(examples):
-    settings_of = EndpointSettings(url="http://127.0.0.1:1/v1", model="wise")
-    endpoint = endpoint_module.Endpoint(settings_of)
+    endpoint = endpoint_module.Endpoint(judge_settings(), "reward")
     texts = st.text(st.characters(exclude_categories=()), max_size=40)
     parts = st.sampled_from(
         ["Score: ", "Verdict:", "[[A", "9" * 400, " " * 500, "7/10", "[" * 2000]
@@ -382,8 +379,7 @@ def test_a_judge_that_is_down_is_told_at_the_start(section):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # nobody listens there
         url = f"http://127.0.0.1:{unused.getsockname()[1]}/v1"
-        settings = EndpointSettings(url=url, model="wise", max_retries=1, section=section)
-        judge = Judge(settings)
+        judge = Judge(judge_settings(url, max_retries=1), section)
         with pytest.raises(ValueError, match=f"^{section}.url={url}: judge down: Connect"):
             judge.start()
         judge.close()
@@ -411,7 +407,7 @@ def test_a_judge_that_refuses_is_told_at_the_start():
 )
 def test_a_url_that_cannot_be_used_is_refused_and_not_repeated(url, problem):
     with pytest.raises(ValueError) as error:
-        Judge(EndpointSettings(url=url, model="wise"))
+        Judge(judge_settings(url))
     assert problem in str(error.value) and "secret" not in str(error.value)
     assert url_problem("http://[::1]:8000/v1") is None
 
@@ -449,17 +445,17 @@ def test_a_key_that_is_missing_or_fits_no_header_is_refused_unseen(monkeypatch, 
     if value is not None:
         monkeypatch.setenv("MY_KEY", value)
     with pytest.raises(ValueError, match="reward.api_key_env=MY_KEY") as error:
-        Judge(EndpointSettings(url="http://127.0.0.1:1/v1", model="m", api_key_env="MY_KEY"))
+        Judge(judge_settings(api_key_env="MY_KEY"))
     assert not value or value not in str(error.value)
 
 
 def test_a_key_that_travels_unencrypted_to_another_host_is_warned_of(monkeypatch, caplog):
     monkeypatch.setenv("MY_KEY", KEY)
     for url in ("http://127.0.0.1:1/v1", "http://localhost:1/v1", "https://judge.example/v1"):
-        endpoint_module.Endpoint(EndpointSettings(url=url, model="m", api_key_env="MY_KEY"))
+        endpoint_module.Endpoint(judge_settings(url, api_key_env="MY_KEY"), "reward")
     assert not caplog.records
     url = "http://judge.example/v1"
-    endpoint_module.Endpoint(EndpointSettings(url=url, model="m", api_key_env="MY_KEY"))
+    endpoint_module.Endpoint(judge_settings(url, api_key_env="MY_KEY"), "reward")
     assert "the key travels unencrypted" in caplog.text and KEY not in caplog.text
 
 

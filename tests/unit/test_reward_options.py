@@ -14,8 +14,8 @@ from llamarl.config.command_line import ConfigError, compose_config
 from llamarl.config.conversion import load_config, save_config
 from llamarl.config.placement import TINY_MODEL
 from llamarl.launch.job import Job
-from llamarl.launch.kinds import reward_kinds
 from llamarl.launch.run_directory import RunDirectory
+from llamarl.launch.scorers import reward_kinds
 from llamarl.scoring.pool import RewardPool, check_reward
 from llamarl.scoring.scorer import score_all, text_item
 from llamarl.tasks.forms import WorkerLimits, checked_by, form_of, takes_of, with_options

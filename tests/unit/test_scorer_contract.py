@@ -6,14 +6,15 @@ import time
 from collections import deque
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 
-from llamarl.scoring.endpoint import EndpointSettings
 from llamarl.scoring.judge import Judge
 from llamarl.scoring.pool import RewardPool
 from llamarl.scoring.scorer import Scorer, text_item
 from llamarl.types import Outcome
+from tests.build.kind_settings import judge_settings
 from tests.judge_server import JudgeServer, Reply
 
 PATIENCE_S = 60.0
@@ -113,13 +114,12 @@ class JudgedScorer(Judge):
 
     def __init__(self, *, on_result):
         self._server = JudgeServer(self._reply).__enter__()
-        super().__init__(
-            EndpointSettings(url=self._server.url, model="wise"),
-            template="{prompt}|{completion}|{answer}",
-            lowest=0,
-            highest=self.highest,
-            on_result=on_result,
+        template = Path("template")
+        template.write_text("{prompt}|{completion}|{answer}")
+        settings = judge_settings(
+            self._server.url, template=str(template), lowest=0.0, highest=self.highest
         )
+        super().__init__(settings, on_result=on_result)
 
     def submit(self, key, item):
         meta = item.meta | {"answer": item.meta["extra"]}

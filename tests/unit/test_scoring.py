@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from llamarl.executor import ExecutorGroup
 from llamarl.scoring.sharded import (
     ScoreRequest,
-    ScorerSettings,
     ShardedScorer,
     from_message,
     pack_scored,
     to_message,
 )
+from tests.build.kind_settings import model_settings
 from tests.scorers import SCORES, asked_for, transformers_scores, write_scorer
 
 pytestmark = pytest.mark.machine
@@ -92,9 +92,7 @@ def test_scores_are_those_of_transformers_whatever_is_packed_together(tmp_path, 
     theirs = write_scorer(tmp_path, labels=("bad", "good"))
     questions = asked_for(5, 4)
     for label in (0, 1):
-        chosen = ScorerSettings(
-            path=str(tmp_path), dtype="float32", label=label, microbatch_tokens=budget
-        )
+        chosen = model_settings(tmp_path, label=("bad", "good")[label], microbatch_tokens=budget)
         ours = ShardedScorer(chosen, ALONE).scores(questions)
         wanted = transformers_scores(theirs, questions, label)
         assert wanted.std() > 0.1

@@ -5,9 +5,9 @@ import signal
 
 import pytest
 
-from llamarl.launch import model_directory
-from llamarl.launch.model_directory import read_tokenizer
+from llamarl.models import given as given_model
 from llamarl.models.config import tiny_directory
+from llamarl.models.given import read_tokenizer
 
 # 10^12 turns of a loop, each within jinja's own limit on ranges.
 ENDLESS = (
@@ -25,7 +25,7 @@ def directory(tmp_path):
     "when", ["", "{% if messages|length > 2 %}", "{% if add_generation_prompt %}"]
 )
 def test_a_template_that_loops_for_ever_is_told_by_its_file(directory, monkeypatch, when):
-    monkeypatch.setattr(model_directory, "LIMIT_S", 0.2)
+    monkeypatch.setattr(given_model, "LIMIT_S", 0.2)
     file = directory / "chat_template.jinja"
     file.write_text(when + ENDLESS + ("{% endif %}" if when else ""))
     with pytest.raises(ValueError) as error:

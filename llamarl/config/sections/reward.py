@@ -1,6 +1,6 @@
 """The section `reward`: what scores, alone or as one part of several; and what eval.gold is.
 
-The settings of each kind of scorer are in llamarl/config/kinds/. They are held under `scorer` in
+The settings of each kind of scorer are in llamarl/scoring/kinds/. They are held under `scorer` in
 code, and on the command line their keys lie beside those of the section:
 
     reward.path=DIR reward.max_error_rate=0.1     config.reward.scorer.path
@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from llamarl.config.kinds import KINDS
-from llamarl.config.kinds.function import FunctionKindSettings
-from llamarl.config.kinds.kind import Given, KindSettings, RunFacts
-from llamarl.config.kinds.model import ModelKindSettings
 from llamarl.config.sections.generator import find_reading_ahead
+from llamarl.scoring.kinds import KINDS
+from llamarl.scoring.kinds.function import FunctionKindSettings
+from llamarl.scoring.kinds.kind import Given, KindSettings, RunFacts
+from llamarl.scoring.kinds.model import ModelKindSettings
 from llamarl.words.fields import (
     ByKind,
     Count,

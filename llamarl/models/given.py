@@ -1,5 +1,5 @@
-"""Reads a model directory that the user gave: config.json, tokenizer, chat template, end tokens.
-Any of them may be wrong; errors name the file.
+"""Reads a model directory that the user gave: config.json, tokenizer, chat template. Any of them
+may be wrong; errors name the file.
 """
 
 from __future__ import annotations
@@ -11,12 +11,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from llamarl.config.placement import TINY_MODEL
 from llamarl.models.attention import rotary_of
-from llamarl.models.config import ModelConfig, check_as_transformers_reads, check_sizes, read_config
+from llamarl.models.config import (
+    ModelConfig,
+    check_as_transformers_reads,
+    check_sizes,
+    read_config,
+    tiny_directory,
+)
 from llamarl.models.directory import check_files, read_json, weights_digest
 from llamarl.models.hf import load_tokenizer
-from llamarl.tasks.special import turn_end
 
 # The JSON files that transformers may read a tokenizer from.
 _TOKENIZER_FILES = (
@@ -85,34 +89,9 @@ def read_model(path: str | Path) -> ModelConfig:
         rotary_of(model)
     except (ValueError, TypeError, ArithmeticError) as error:
         raise ValueError(f"{Path(path) / 'config.json'}: {error}") from error
-    if Path(path) != TINY_MODEL:  # which a test compares: transformers takes a second to load
+    if Path(path) != tiny_directory():  # which a test compares: transformers takes a second to load
         check_as_transformers_reads(Path(path), model)
     return model
-
-
-def stop_tokens(path: Path, tokenizer, *, chat: bool = True) -> tuple[int, ...]:
-    """Return every token that ends a completion: the tokenizer's, those of generation_config.json
-    or without that of config.json, as transformers has it, and with `chat` the one that the chat
-    template ends a reply with. ValueError for a token that is no number.
-    """
-    ids = [tokenizer.eos_token_id]
-    if chat:
-        ids.append(turn_end(tokenizer))
-    file = end_tokens_file(path)
-    if file.is_file():
-        more = read_json(file).get("eos_token_id")
-        ids += more if isinstance(more, list) else [more]
-        if not all(i is None or type(i) is int for i in ids):
-            raise ValueError(
-                f"{file}: eos_token_id={more!r}: need a token id, or a list of token ids"
-            )
-    return tuple(sorted({i for i in ids if i is not None}))
-
-
-def end_tokens_file(path: Path) -> Path:
-    """Return the file of a model directory that lists end tokens beside the tokenizer's."""
-    own = path / "generation_config.json"
-    return own if own.is_file() else path / "config.json"
 
 
 def architecture_of(model: ModelConfig) -> dict[str, object]:

@@ -1,10 +1,13 @@
-"""kind: judge. A model behind an OpenAI-compatible endpoint."""
+"""kind: judge. A model behind an OpenAI-compatible endpoint, asked once before a run starts."""
 
 from __future__ import annotations
 
-from typing import Literal
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
-from llamarl.config.kinds.kind import Given, KindSettings, RunFacts
+from llamarl.scoring.kinds.kind import Given, Kind, KindSettings, RunFacts
 from llamarl.words.choices import JudgeAsk
 from llamarl.words.fields import (
     AnyText,
@@ -18,6 +21,11 @@ from llamarl.words.fields import (
 )
 from llamarl.words.findings import Findings, Problem
 from llamarl.words.texts import url_problem
+
+if TYPE_CHECKING:
+    from llamarl.scoring.ahead import StreamSettings
+    from llamarl.scoring.scorer import Item, Scorer, Site
+    from llamarl.types import Outcome
 
 
 @settings_dataclass
@@ -106,4 +114,44 @@ class JudgeKindSettings(KindSettings):
             found.problems.append(Problem(key, what, (key,)))
 
 
+class JudgeKind(Kind[JudgeKindSettings]):
+    """A judge."""
+
+    def try_out(self, samples: Sequence[Item]) -> None:
+        """Ask whether it is there. It scores no samples, because its replies may cost money."""
+        self.score([])
+
+    def score(self, samples: Sequence[Item]) -> list[Outcome]:
+        """Return the outcomes of samples. ValueError if it cannot be asked."""
+        import torch
+
+        from llamarl.scoring.scorer import site_alone, try_scorer
+
+        return try_scorer(
+            self.make(site_alone(torch.device("cpu"))),
+            samples,
+            given=f"{self.given.key('url')}={self.settings.url}",
+            remedy=f"correct the judge's settings, or {self.given.remedy}",
+        )
+
+    @property
+    def identity(self) -> str:
+        """The name of its model, and what it is asked."""
+        s = self.settings
+        template = "none"
+        if s.template is not None:
+            template = hashlib.sha256(Path(s.template).read_bytes()).hexdigest()[:16]
+        length = f"at most {s.max_tokens} tokens at {s.temperature}"
+        numbers = f"{s.lowest:g} to {s.highest:g}, {length}"
+        return f"judge {s.model}, asked for {s.ask}, template {template}, {numbers}"
+
+    def make(self, site: Site, stream: StreamSettings | None = None) -> Scorer:
+        """Return the scorer. ValueError or OSError for a template that cannot be read."""
+        from llamarl.scoring.judge import Judge
+        from llamarl.scoring.routing import InTurn
+
+        return InTurn(Judge(self.settings, self.given.section, site.on_result))
+
+
 SETTINGS = JudgeKindSettings
+KIND = JudgeKind

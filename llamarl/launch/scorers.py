@@ -1,30 +1,15 @@
-"""What a job does with scorers of every kind. Each file of this folder has one kind, as KIND.
-
-    conf/reward/NAME.yaml           its values
-    llamarl/config/kinds/NAME.py    its settings, their meaning, and what cannot go together
-    llamarl/launch/kinds/NAME.py    how it is checked, told from others, described and made
-
-The file is found by the name of the kind, so that no list has to be kept. A kind's `make` returns
-any Scorer (llamarl/scoring/scorer.py).
-"""
+"""The scorers of a job, each as its kind (llamarl/scoring/kinds/)."""
 
 from __future__ import annotations
 
-import importlib
 from functools import partial
 from typing import Any
 
-from llamarl.config.kinds.kind import Given
-from llamarl.launch.inputs import JobInputs, ScoredText
-from llamarl.launch.kinds.kind import Kind
+from llamarl.launch.inputs import JobInputs
 from llamarl.scoring.ahead import StreamSettings
+from llamarl.scoring.kinds import kind_of
+from llamarl.scoring.kinds.kind import Kind
 from llamarl.scoring.weighted import WeightedPart
-
-
-def kind_of(given: Given, inputs: JobInputs, scored: ScoredText) -> Kind[Any]:
-    """Return the kind of a scorer. scored: the text and tokens that it scores."""
-    module = importlib.import_module(f"{__name__}.{given.settings.kind}")
-    return module.KIND(given.settings, given, inputs, scored)
 
 
 def reward_kinds(inputs: JobInputs) -> list[Kind[Any]]:
