@@ -38,10 +38,11 @@ from llamarl.config.sections.task import (
     MixtureSettings,
     PlayedSettings,
 )
-from llamarl.config.sections.tickets import GovernorSettings, TicketsSettings
+from llamarl.config.sections.tickets import TicketsSettings
 from llamarl.config.sections.trainer import TrainerSettings
 from llamarl.config.sections.victim import AnyVictimSettings
 from llamarl.scoring.kinds.kind import Given, KindSettings
+from llamarl.tickets.governors import GovernorSettings
 from llamarl.words.fields import marked, settings_dataclass
 
 HEAD_LR = 1e-3  # a value head's learning rate if trainer.value_lr is null

@@ -18,7 +18,6 @@ from llamarl.launch.placement import Placement
 from llamarl.launch.run_directory import RunDirectory
 from llamarl.launch.run_files import RunFiles, has_finished, recorded
 from llamarl.tasks.list_task import Remembered, here
-from llamarl.tickets.governors import Constants
 from llamarl.tickets.ledger import TicketLedger
 from llamarl.tickets.sampler import DifficultySampler, PromptSampler
 
@@ -65,7 +64,7 @@ class Job:
             groups_per_step=c.groups_per_step,
             max_lag=c.max_lag,
             overcommit=c.overcommit,
-            constants=Constants(**dataclasses.asdict(c.governor)),
+            governor=c.governor,
             num_pools=self.placement.num_buffers,
             num_generators=self.placement.num_generators,
             resume_in_work=c.resumes_partials,

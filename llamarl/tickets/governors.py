@@ -16,23 +16,35 @@ answer a rising reward in opposite ways.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from statistics import fmean
 
+from llamarl.words.fields import Count, Natural, settings_dataclass
 
-@dataclass(frozen=True, slots=True)
-class Constants:
-    """The numbers that the rules leave open.
 
-    OPPO's names: start, least, most are Delta, Delta_min, Delta_max; window is w or W.
+@settings_dataclass
+class GovernorSettings:
+    """The numbers that the rules leave open: the section `governor`.
+
+    OPPO's names: start, least, most are Delta, Delta_min, Delta_max; window is w or W; increase and
+    decrease are delta_inc and delta_dec.
     """
 
-    start: int | None = None  # groups; None: half a batch
-    least: int = 0  # groups
-    most: int | None = None  # groups; None, or more than max_lag batches: max_lag batches
-    window: int = 10  # steps
-    increase: int = 1  # groups, oppo's delta_inc
-    decrease: int = 1  # groups, oppo's delta_dec
+    start: Natural | None
+    """Groups of overcommit to start with; null: half a batch."""
+    least: Natural
+    """Groups of overcommit at least."""
+    most: Natural | None
+    """Groups of overcommit at most; null: max_lag batches."""
+    window: Count
+    """Steps that oppo and window look back. window compares two such windows."""
+    increase: Natural
+    """Groups that oppo adds at a step after a rise of the reward."""
+    decrease: Natural
+    """Groups that oppo takes off at any other step."""
+
+
+# As conf/config.yaml has them.
+DEFAULTS = GovernorSettings(start=None, least=0, most=None, window=10, increase=1, decrease=1)
 
 
 class Governor:
@@ -41,17 +53,17 @@ class Governor:
     `value` and `rewards` are all its state, and any rule can go on from another's.
     """
 
-    def __init__(self, groups_per_step: int, max_lag: int, constants: Constants = Constants()):
-        self.constants = constants
+    def __init__(self, groups_per_step: int, max_lag: int, settings: GovernorSettings = DEFAULTS):
+        self.settings = settings
         self.groups_per_step = groups_per_step
         self.half_a_batch = max(1, groups_per_step // 2)
         self.most = max_lag * groups_per_step  # more changes nothing (docs/asynchrony.md)
-        if constants.most is not None:
-            self.most = min(constants.most, self.most)
-        self.least = min(constants.least, self.most)
+        if settings.most is not None:
+            self.most = min(settings.most, self.most)
+        self.least = min(settings.least, self.most)
         # Mean rewards of the newest steps, as far as the rule needs them.
         self.rewards: list[float] = []
-        self._set(self.half_a_batch if constants.start is None else constants.start)
+        self._set(self.half_a_batch if settings.start is None else settings.start)
 
     def _set(self, value: int) -> None:
         self.value = max(self.least, min(self.most, value))  # groups
@@ -101,15 +113,15 @@ class OppoGovernor(Governor):
         """Adjust the number by the slope of the last w rewards."""
         if math.isnan(reward):
             return
-        w = self.constants.window
+        w = self.settings.window
         self.rewards = [*self.rewards, reward][-w - 1 :]
         if len(self.rewards) <= w:
             return
         change = self.rewards[-1] - self.rewards[0]  # the sum telescopes
         if change > 0:
-            self._set(self.value + self.constants.increase)
+            self._set(self.value + self.settings.increase)
         else:
-            self._set(self.value - self.constants.decrease)
+            self._set(self.value - self.settings.decrease)
 
 
 class WindowGovernor(Governor):
@@ -126,7 +138,7 @@ class WindowGovernor(Governor):
         """Adjust the number at the end of each window of W steps."""
         if math.isnan(reward):
             return
-        w = self.constants.window
+        w = self.settings.window
         self.rewards = [*self.rewards, reward]
         if len(self.rewards) < 2 * w:
             return

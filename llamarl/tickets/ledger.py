@@ -38,7 +38,7 @@ from dataclasses import replace
 from itertools import chain
 from types import MappingProxyType
 
-from llamarl.tickets.governors import GOVERNORS, Constants, Governor
+from llamarl.tickets.governors import DEFAULTS, GOVERNORS, Governor, GovernorSettings
 from llamarl.tickets.pool import NEVER, TicketPool
 from llamarl.tickets.sampler import PromptSampler
 from llamarl.tickets.verdicts import Yield
@@ -75,7 +75,7 @@ class TicketLedger:
     >>> ledger.waits_for()
     [1]
 
-    overcommit: groups, or the name of a governor, with its constants; with max_lag None a number or
+    overcommit: groups, or the name of a governor, with its settings; with max_lag None a number or
     auto (`free_overcommit`). num_pools: buffers. max_steps: T, the last step; None: no end.
     num_generators: with max_lag 0 a pool's tickets are dealt to them in turn. resume_in_work: keep
     tickets started over a resume if their partial completions were saved. initial_groups,
@@ -89,7 +89,7 @@ class TicketLedger:
         groups_per_step: int,
         max_lag: int | None,
         overcommit: int | str,
-        constants: Constants = Constants(),
+        governor: GovernorSettings = DEFAULTS,
         num_pools: int = 1,
         num_generators: int = 1,
         resume_in_work: bool = False,
@@ -109,7 +109,7 @@ class TicketLedger:
         elif max_lag is None:
             self._overcommit = free_overcommit(groups_per_step, num_generators)
         else:
-            self.governor = GOVERNORS[overcommit](groups_per_step, max_lag, constants)
+            self.governor = GOVERNORS[overcommit](groups_per_step, max_lag, governor)
         self.num_generators = num_generators
         self.synchronous = max_lag == 0
         # Rows that are equal to the bit must not depend on which generator asks first.

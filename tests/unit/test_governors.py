@@ -1,13 +1,14 @@
 """The rules that choose overcommit, by hand arithmetic from where they are published."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from llamarl.tickets.governors import (
+    DEFAULTS,
     GOVERNORS,
     AutoGovernor,
-    Constants,
     OppoGovernor,
     WindowGovernor,
 )
@@ -40,7 +41,7 @@ def test_auto_grows_while_the_trainer_waits_and_shrinks_while_groups_queue():
 
 def test_oppo_is_equation_4():
     governor = OppoGovernor(
-        8, 4, Constants(start=4, least=1, most=9, window=2, increase=3, decrease=2)
+        8, 4, replace(DEFAULTS, start=4, least=1, most=9, window=2, increase=3, decrease=2)
     )
     # s_t = ((R_{t-1} - R_{t-2}) + (R_t - R_{t-1})) / 2
     steps = [
@@ -60,12 +61,12 @@ def test_oppo_is_equation_4():
 
 
 def test_oppo_decays_to_the_least_as_the_reward_converges():
-    governor = OppoGovernor(8, 4, Constants(start=5, window=3))
+    governor = OppoGovernor(8, 4, replace(DEFAULTS, start=5, window=3))
     assert values_after(governor, [0.7] * 12) == [5, 5, 5, 4, 3, 2, 1, 0, 0, 0, 0, 0]
 
 
 def test_window_is_algorithm_1():
-    governor = WindowGovernor(8, 4, Constants(start=9, least=2, most=10, window=2))
+    governor = WindowGovernor(8, 4, replace(DEFAULTS, start=9, least=2, most=10, window=2))
     steps = [
         (1.0, 9),
         (1.0, 9),
@@ -84,21 +85,21 @@ def test_window_is_algorithm_1():
 
 
 def test_window_moves_by_one_where_a_quarter_is_less_and_stops_at_the_least():
-    governor = WindowGovernor(8, 4, Constants(start=3, least=1, window=1))
+    governor = WindowGovernor(8, 4, replace(DEFAULTS, start=3, least=1, window=1))
     assert values_after(governor, [0, 1, 2, 3, 4]) == [3, 2, 1, 1, 1]
 
 
 def test_the_two_published_rules_answer_a_rising_reward_in_opposite_ways():
     rising = [i / 10 for i in range(8)]
     oppo, window = (
-        GOVERNORS[kind](8, 4, Constants(start=8, window=2)) for kind in ("oppo", "window")
+        GOVERNORS[kind](8, 4, replace(DEFAULTS, start=8, window=2)) for kind in ("oppo", "window")
     )
     assert values_after(oppo, rising)[-1] > 8 > values_after(window, rising)[-1]
 
 
 @pytest.mark.parametrize("kind", sorted(GOVERNORS))
 def test_a_step_without_a_reward_tells_nothing(kind):
-    governor = GOVERNORS[kind](8, 4, Constants(window=1))
+    governor = GOVERNORS[kind](8, 4, replace(DEFAULTS, window=1))
     governor.trained(1.0)
     before = governor.value, list(governor.rewards)
     governor.trained(math.nan)
@@ -108,8 +109,8 @@ def test_a_step_without_a_reward_tells_nothing(kind):
 @pytest.mark.parametrize("kind", sorted(GOVERNORS))
 def test_without_lag_every_rule_stays_at_nothing_and_otherwise_within_max_lag_batches(kind):
     synchronous, wide = (
-        GOVERNORS[kind](8, 0, Constants()),
-        GOVERNORS[kind](8, 2, Constants(most=10**6, window=1, increase=100)),
+        GOVERNORS[kind](8, 0, DEFAULTS),
+        GOVERNORS[kind](8, 2, replace(DEFAULTS, most=10**6, window=1, increase=100)),
     )
     for i in range(60):
         for governor in (synchronous, wide):
@@ -120,6 +121,6 @@ def test_without_lag_every_rule_stays_at_nothing_and_otherwise_within_max_lag_ba
 
 @pytest.mark.parametrize("kind", sorted(GOVERNORS))
 def test_a_checkpoint_of_wider_bounds_is_brought_within_these(kind):
-    governor = GOVERNORS[kind](8, 4, Constants(most=6))
+    governor = GOVERNORS[kind](8, 4, replace(DEFAULTS, most=6))
     governor.resume(30, [0.5])
     assert governor.value == 6

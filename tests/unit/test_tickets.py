@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from llamarl.comm.channel import dp_rank_of
 from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.targets import verdict_of
-from llamarl.tickets.governors import GOVERNORS, Constants
+from llamarl.tickets.governors import DEFAULTS, GOVERNORS
 from llamarl.tickets.ledger import TicketLedger
 from llamarl.tickets.pool import NEVER
 from llamarl.tickets.prompts import PromptStream
@@ -142,7 +143,7 @@ class Tickets(RuleBasedStateMachine):
             groups_per_step=STEP,
             max_lag=self.max_lag,
             overcommit=self.overcommit,
-            constants=Constants(window=2, increase=2),
+            governor=replace(DEFAULTS, window=2, increase=2),
             num_pools=self.dp_ranks,
             num_generators=len(self.working),
             resume_in_work=self.max_lag != 0,
@@ -513,8 +514,8 @@ def test_room_is_the_number_of_tickets_that_start(overcommit):
 @pytest.mark.parametrize("kind", sorted(GOVERNORS))
 def test_a_resumed_governor_goes_on_as_the_first_would_have(kind):
     def make():
-        constants = Constants(window=3, increase=2)
-        return build_ledger(groups_per_step=8, max_lag=4, overcommit=kind, constants=constants)
+        constants = replace(DEFAULTS, window=3, increase=2)
+        return build_ledger(groups_per_step=8, max_lag=4, overcommit=kind, governor=constants)
 
     def go_on(ledger, steps):
         values = []

@@ -9,24 +9,9 @@ from typing import Literal
 from llamarl.config.sections.loss import LossSettings
 from llamarl.config.sections.run import RunSettings
 from llamarl.config.sections.trainer import TrainerSettings
-from llamarl.words.fields import Count, Flag, Natural, Positive, settings_dataclass
+from llamarl.tickets.governors import GovernorSettings
+from llamarl.words.fields import Count, Flag, Positive, settings_dataclass
 from llamarl.words.findings import Findings
-
-
-@settings_dataclass
-class GovernorSettings:
-    start: Natural | None
-    """Groups of overcommit to start with; null: half a batch."""
-    least: Natural
-    """Groups of overcommit at least."""
-    most: Natural | None
-    """Groups of overcommit at most; null: max_lag batches."""
-    window: Count
-    """Steps that oppo and window look back. window compares two such windows."""
-    increase: Natural
-    """Groups that oppo adds at a step after a rise of the reward."""
-    decrease: Natural
-    """Groups that oppo takes off at any other step."""
 
 
 def find_overcommit(
