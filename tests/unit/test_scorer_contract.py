@@ -33,9 +33,6 @@ async def score_later(prompt, completion, meta):
 def score_all(prompts, completions, metas):
     return [score(*one) for one in zip(prompts, completions, metas)]
 
-
-def trl_style(prompts, completions, extra, **columns):
-    return [score(p, c, {"extra": e}) for p, c, e in zip(prompts, completions, extra)]
 '''
 
 
@@ -146,9 +143,7 @@ class JudgedScorer(Judge):
 SCORERS = {
     "a function": partial(RewardPool, "scoring:score"),
     "an async function": partial(RewardPool, "scoring:score_later"),
-    "a function in two processes": partial(RewardPool, "scoring:score", num_workers=2),
-    "a function of all completions": partial(RewardPool, "scoring:score_all"),
-    "a function of TRL's form": partial(RewardPool, "scoring:trl_style", num_workers=2),
+    "a function of all completions": partial(RewardPool, "scoring:score_all", num_workers=2),
     "a thread": ThreadScorer,
     "a judge": JudgedScorer,
 }
@@ -189,16 +184,13 @@ def collect(scorer):
     return outcomes
 
 
-def test_it_has_a_name(scorer):
-    assert isinstance(scorer.name, str) and scorer.name
-
-
 def test_every_item_is_answered_once_under_its_key(scorer):
     keys = [7, 0, 3, *range(100, 300)]
     for key in keys:
         scorer.submit(key, text_item("p" * (key % 5), "c", {"extra": key}))
     scorer.release(keys)
     outcomes = collect(scorer)
+    assert isinstance(scorer.name, str) and scorer.name
     assert sorted(key for key, _ in outcomes) == sorted(keys)
     assert {key: outcome.value for key, outcome in outcomes} == {k: k % 5 + k for k in keys}
     assert scorer.poll() == []

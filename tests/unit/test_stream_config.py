@@ -42,7 +42,6 @@ def test_a_cache_holds_as_many_as_the_generators_unless_it_is_said():
     "overrides, wanted",
     [
         ([], []),
-        (GIVEN, [("stretches", "reward")]),
         (REFERENCE, [("stretches", "reference")]),
         ([*GIVEN, *REFERENCE], [("stretches", "reward"), ("reference_stretches", "reference")]),
     ],
