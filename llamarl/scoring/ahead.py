@@ -24,6 +24,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
@@ -246,7 +247,7 @@ def from_message(words: Tensor) -> list[Pass]:
         num_copies = next(numbers)
         num_pieces = next(numbers)
         copies = [(next(numbers), next(numbers), next(numbers)) for _ in range(num_copies)]
-        plans.append((copies, [_take(numbers, _NUMBERS) for _ in range(num_pieces)]))
+        plans.append((copies, [tuple(islice(numbers, _NUMBERS)) for _ in range(num_pieces)]))
     left = words[words.numel() - len(list(numbers)) :]
     passes = []
     for copies, sizes in plans:
@@ -265,10 +266,6 @@ def from_message(words: Tensor) -> list[Pass]:
             left = left[size:]
         passes.append(Pass(tuple(copies), tuple(pieces)))
     return passes
-
-
-def _take(numbers: Iterator[int], count: int) -> tuple[int, ...]:
-    return tuple(next(numbers) for _ in range(count))
 
 
 EVERY = 50  # steps from one search to the next

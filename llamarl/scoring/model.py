@@ -164,7 +164,8 @@ class ModelScorer(Scorer):
         for key, value in scores:
             if metrics is not None and not self._items[key].is_held_out:
                 metrics.add_mean("reward/tail_s", time.monotonic() - self._came[key])
-            outcomes.append((key, self._outcome_of(value)))
+            rescaled = (value - self._settings.shift) * self._settings.scale
+            outcomes.append((key, Outcome.score(rescaled)))
         for key, _ in outcomes:
             del self._items[key]
             del self._came[key]
@@ -223,9 +224,6 @@ class ModelScorer(Scorer):
         keys, asked = self._rounds.take()
         scores_N = self._site.together.call(self._run, asked)
         return list(zip(keys, scores_N.tolist())), sum(one.num_tokens for one in asked)
-
-    def _outcome_of(self, score: float) -> Outcome:
-        return Outcome.score((score - self._settings.shift) * self._settings.scale)
 
 
 class Rounds:

@@ -88,6 +88,7 @@ class Novelty(Scorer):
         self.name = name
         self._settings = settings
         self._embedder_settings = embedder
+        self._embedder_name = embedder.path
         self._groups_per_step = groups_per_step
         self._device = site.group.device
         self._items: dict[int, Item] = {}
@@ -181,10 +182,6 @@ class Novelty(Scorer):
         self._step = int(steps_M.max())
         self._history = past.where(steps_M < self._step)
         self._come = past.where(steps_M == self._step)
-
-    @property
-    def _embedder_name(self) -> str:
-        return self._embedder_settings.path
 
     def _begin(self, ticket: int) -> None:
         """Forget earlier completions of a ticket. If it belongs to a later step, first move what

@@ -12,13 +12,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from llamarl.executor import State
-from llamarl.scoring.scorer import Item, Outcomes, Scorer
+from llamarl.scoring.scorer import Around, Item, Outcomes, Scorer
 from llamarl.types import Outcome, Prompt, Replies
 
 
@@ -60,44 +57,20 @@ class ReplySettings:
         return dataclasses.replace(attack, replies=tuple(replies), known=known)
 
 
-class ReplyMean(Scorer):
+class ReplyMean(Around):
     """Scores attacks by a scorer of their replies.
 
     scorer: scores the replies. An attack's column reward/success is 1 if it succeeds and 0 if not.
     """
 
     def __init__(self, scorer: Scorer, settings: ReplySettings):
-        self.name = scorer.name
-        self._scorer = scorer
+        super().__init__(scorer)
         self._settings = settings
         self._keys = itertools.count()
         self._owners: dict[int, int] = {}  # by key of a reply in scoring: its attack's key
         # By attack: the outcomes of its replies, by their keys, in order; None: not known yet.
         self._said: dict[int, dict[int, Outcome | None]] = {}
         self._done: deque[tuple[int, Outcome]] = deque()
-
-    @property
-    def pending(self) -> int:
-        """The number of replies that are being scored."""
-        return self._scorer.pending
-
-    @property
-    def is_computing(self) -> bool:
-        """Whether the next `poll` computes."""
-        return self._scorer.is_computing
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """The scorer's own counts."""
-        return self._scorer.counts
-
-    def load(self) -> None:
-        """Load the scorer's models."""
-        self._scorer.load()
-
-    def start(self) -> None:
-        """Start the scorer."""
-        self._scorer.start()
 
     def submit(self, key: int, item: Item) -> None:
         """Submit the replies to an attack, unless its outcome is known without them."""
@@ -109,18 +82,18 @@ class ReplyMean(Scorer):
             own = next(self._keys)
             self._owners[own] = key
             self._said[key][own] = None
-            self._scorer.submit(own, reply)
+            self.scorer.submit(own, reply)
 
     def release(self, keys: Sequence[int]) -> None:
         """Note that the replies to these attacks make a batch."""
         batch: list[int] = []
         for key in keys:
             batch += self._said.get(key, {})
-        self._scorer.release(batch)
+        self.scorer.release(batch)
 
     def poll(self) -> Outcomes:
         """Return the outcomes of attacks all of whose replies have one."""
-        for own, outcome in self._scorer.poll():
+        for own, outcome in self.scorer.poll():
             key = self._owners.pop(own)
             said = self._said[key]
             said[own] = outcome
@@ -138,27 +111,11 @@ class ReplyMean(Scorer):
         self._done.clear()
         return done
 
-    def wait(self, timeout_s: float) -> bool:
-        """Block until `poll` has something to do, at most timeout_s."""
-        return self._scorer.wait(timeout_s)
-
     def close(self) -> None:
         """Drop what is pending, and close the scorer."""
-        self._scorer.close()
+        self.scorer.close()
         self._owners.clear()
         self._said.clear()
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Yield the scorer's tensors."""
-        yield from self._scorer.tensors()
-
-    def state_dict(self) -> State:
-        """Return the scorer's state."""
-        return self._scorer.state_dict()
-
-    def load_state_dict(self, state: Mapping) -> None:
-        """Go on from the scorer's saved state."""
-        self._scorer.load_state_dict(state)
 
 
 def mean_outcome(outcomes: Sequence[Outcome]) -> Outcome:

@@ -8,12 +8,10 @@ Items beyond what keeps a scorer busy wait in InTurn, where evaluations overtake
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
-from llamarl.scoring.scorer import Item, Outcomes, Queue, Scorer
+from llamarl.scoring.scorer import Around, Item, Outcomes, Queue, Scorer
 from llamarl.tasks.environment import GIVEN
 from llamarl.tasks.forms import REWARD_KEY
 from llamarl.types import Outcome
@@ -27,12 +25,11 @@ class _Batch:
     num_waiting: int
 
 
-class InTurn(Scorer):
-    """A Scorer before another one."""
+class InTurn(Around):
+    """Holds the items of a scorer that is busy."""
 
     def __init__(self, scorer: Scorer):
-        self.scorer = scorer
-        self.name = scorer.name
+        super().__init__(scorer)
         self._attacks: dict[int, Item] = {}  # by key of a reply: its attack
         self._waiting: Queue[tuple[int, Item]] = Queue()  # with their keys
         self._waiting_keys: set[int] = set()
@@ -42,24 +39,6 @@ class InTurn(Scorer):
     def pending(self) -> int:
         """The number of items that wait here or are being scored."""
         return len(self._waiting) + self.scorer.pending
-
-    @property
-    def is_computing(self) -> bool:
-        """Whether the next `poll` computes."""
-        return self.scorer.is_computing
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """The scorer's own counts."""
-        return self.scorer.counts
-
-    def load(self) -> None:
-        """Load the scorer's models."""
-        self.scorer.load()
-
-    def start(self) -> None:
-        """Start the scorer."""
-        self.scorer.start()
 
     def submit(self, key: int, item: Item) -> None:
         """Take one item, which waits here for its turn."""
@@ -90,20 +69,12 @@ class InTurn(Scorer):
             self._attacks.pop(key, None)
         return outcomes
 
-    def wait(self, timeout_s: float) -> bool:
-        """Block until `poll` has something to do, at most timeout_s."""
-        return self.scorer.wait(timeout_s)
-
     def close(self) -> None:
         """Drop what waits, and close the scorer."""
         self._waiting.clear()
         self._waiting_keys.clear()
         self._batches.clear()
         self.scorer.close()
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Yield the scorer's tensors."""
-        yield from self.scorer.tensors()
 
     def _hand_on(self) -> bool:
         """Give the scorer more, until it is busy. True if it got any."""

@@ -219,6 +219,57 @@ class Scorer(Protocol):
         return None
 
 
+class Around(Scorer):
+    """A Scorer before another one, which does all that a subclass does not change."""
+
+    def __init__(self, scorer: Scorer):
+        self.name = scorer.name
+        self.scorer = scorer
+
+    @property
+    def pending(self) -> int:
+        """The number of items that the scorer is scoring."""
+        return self.scorer.pending
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether the next `poll` computes."""
+        return self.scorer.is_computing
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """The scorer's own counts."""
+        return self.scorer.counts
+
+    def load(self) -> None:
+        """Load the scorer's models."""
+        self.scorer.load()
+
+    def start(self) -> None:
+        """Start the scorer."""
+        self.scorer.start()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until `poll` has something to do, at most timeout_s."""
+        return self.scorer.wait(timeout_s)
+
+    def close(self) -> None:
+        """Close the scorer."""
+        self.scorer.close()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the scorer's tensors."""
+        yield from self.scorer.tensors()
+
+    def state_dict(self) -> State:
+        """Return the scorer's state."""
+        return self.scorer.state_dict()
+
+    def load_state_dict(self, state: Mapping) -> None:
+        """Go on from the scorer's saved state."""
+        self.scorer.load_state_dict(state)
+
+
 MakeScorer = Callable[[Site], Scorer]
 
 Waiting = TypeVar("Waiting")  # what waits: one unit of work
