@@ -164,7 +164,8 @@ class Placement(dict[str, Ranks]):
         model = read_config(path)
         held = self.weights_bytes("reward", model, dtype)
         if ahead:
-            held += self.stream_cache(model, dtype)[1]
+            _, num_bytes = self.stream_cache(model, dtype)
+            held += num_bytes
         working = asking_bytes(model, self.longest_microbatch, dtype)
         return Price(name, self["reward"], held, working)
 

@@ -27,8 +27,11 @@ def gold_kind(inputs: JobInputs) -> Kind[Any] | None:
 
 def scorers_of(inputs: JobInputs) -> list[Kind[Any]]:
     """Return all scorers: the parts of the reward, and the gold scorer."""
+    kinds = reward_kinds(inputs)
     gold = gold_kind(inputs)
-    return [*reward_kinds(inputs), *([] if gold is None else [gold])]
+    if gold is not None:
+        kinds.append(gold)
+    return kinds
 
 
 def reward_parts(inputs: JobInputs, stream: StreamSettings | None) -> list[WeightedPart]:

@@ -247,7 +247,8 @@ def from_message(words: Tensor) -> list[Pass]:
         num_copies = next(numbers)
         num_pieces = next(numbers)
         copies = [(next(numbers), next(numbers), next(numbers)) for _ in range(num_copies)]
-        plans.append((copies, [tuple(islice(numbers, _NUMBERS)) for _ in range(num_pieces)]))
+        sizes = [tuple(islice(numbers, _NUMBERS)) for _ in range(num_pieces)]
+        plans.append((copies, sizes))
     left = words[words.numel() - len(list(numbers)) :]
     passes = []
     for copies, sizes in plans:

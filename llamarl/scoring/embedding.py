@@ -55,8 +55,10 @@ class EmbedderSettings:
     def num_bytes(self) -> int:
         """The bytes of the model's weights."""
         if self.is_policy:
-            return num_parameters(read_config(self.path)) * ITEMSIZES[self.dtype]
-        return encoder_numbers(self.path) * ITEMSIZES[self.dtype]
+            numbers = num_parameters(read_config(self.path))
+        else:
+            numbers = encoder_numbers(self.path)
+        return numbers * ITEMSIZES[self.dtype]
 
 
 class Embedder(Protocol):
@@ -199,8 +201,11 @@ class EncoderEmbedder:
     def _means(self, ids: list[list[int]]) -> Tensor:
         longest = max(map(len, ids))
         pad = self._tokenizer.pad_token_id or 0
-        tokens_NL = torch.tensor([own + [pad] * (longest - len(own)) for own in ids])
-        mask_NL = torch.tensor([[1] * len(own) + [0] * (longest - len(own)) for own in ids])
+        tokens_NL = torch.full((len(ids), longest), pad)
+        mask_NL = torch.zeros_like(tokens_NL)
+        for row, own in enumerate(ids):
+            tokens_NL[row, : len(own)] = torch.tensor(own)
+            mask_NL[row, : len(own)] = 1
         found = self._model(
             input_ids=tokens_NL.to(self._device), attention_mask=mask_NL.to(self._device)
         )

@@ -214,7 +214,8 @@ class Judge(Scorer):
         self._thread = None
         self._known.clear()
         if self._counts["requests"] > 1:  # more than the one of `start`
-            said = ", ".join(f"{count} {what}" for what, count in sorted(self._counts.items()))
+            counts = sorted(self._counts.items())
+            said = ", ".join(f"{count} {what}" for what, count in counts)
             log.info("judge %s: %s", self.name, said)
 
     def _raise_failure(self) -> None:

@@ -376,7 +376,8 @@ class RewardPool(WorkerPool[Call], Scorer):
             for keys in self._released:
                 self._queue.extend(self._calls_of(keys))
         else:
-            self._queue.extend(self._call_for(key, item) for key, item in self._held.items())
+            for key, item in self._held.items():
+                self._queue.append(self._call_for(key, item))
             self._held.clear()
         self._released.clear()
 
@@ -411,7 +412,8 @@ class RewardPool(WorkerPool[Call], Scorer):
             else:
                 if why is None:
                     why = self._late(suspect, count=len(suspect.items))
-                self._outcomes += [(key, Outcome.error(why)) for key in suspect.items]
+                for key in suspect.items:
+                    self._outcomes.append((key, Outcome.error(why)))
         self._queue.extendleft(reversed(worker.in_flight))
         worker.in_flight.clear()
 

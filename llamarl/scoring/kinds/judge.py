@@ -140,7 +140,8 @@ class JudgeKind(Kind[JudgeKindSettings]):
         s = self.settings
         template = "none"
         if s.template is not None:
-            template = hashlib.sha256(Path(s.template).read_bytes()).hexdigest()[:16]
+            content = Path(s.template).read_bytes()
+            template = hashlib.sha256(content).hexdigest()[:16]
         length = f"at most {s.max_tokens} tokens at {s.temperature}"
         numbers = f"{s.lowest:g} to {s.highest:g}, {length}"
         return f"judge {s.model}, asked for {s.ask}, template {template}, {numbers}"

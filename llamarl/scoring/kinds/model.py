@@ -128,7 +128,9 @@ class ModelKind(Kind[ModelKindSettings]):
     def identity(self) -> str:
         """The digest of its files, its label, and how its scores are rescaled."""
         s = self.settings
-        return f"(model {model_digest(s.path)} {s.label or ''} - {s.shift:g}) * {s.scale:g}"
+        label = s.label or ""
+        digest = model_digest(s.path)
+        return f"(model {digest} {label} - {s.shift:g}) * {s.scale:g}"
 
     @property
     def model(self) -> ModelParts:
