@@ -3,9 +3,10 @@ imports no torch.
 """
 
 from llamarl.errors import MetricsError
+from llamarl.observe.columns import is_timing
 from llamarl.observe.console import Console
 from llamarl.observe.metrics import Metrics
-from llamarl.observe.rows import RowWriter, is_timing
+from llamarl.observe.rows import RowWriter
 from llamarl.observe.sinks import Jsonl, Sink, build_sinks
 from llamarl.observe.trace import Trace
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -71,34 +71,17 @@ class Observed:
 
 def alarms_of_learning(columns: Columns) -> list[Alarm]:
     """Return the alarms that a running job logs itself, about reward and entropy since step 1."""
-    found = [check(Observed(columns=columns)) for check in OF_LEARNING]
-    return [alarm for alarm in found if alarm is not None]
+    return _found(Observed(columns=columns), OF_LEARNING)
 
 
 def alarms_of(run: Observed) -> list[Alarm]:
     """Return the alarms of a run. Those about a run that has stopped come first."""
-    checks = (
-        _failed,
-        _open_step,
-        _slow_step,
-        _not_the_same_tokens,
-        _errors,
-        _equal_groups,
-        _truncated,
-        _cut_by_time,
-        _entropy,
-        *OF_LEARNING,
-        _lag,
-        _ratio,
-        _capped,
-        _fall,
-    )
-    found = []
-    for check in checks:
-        alarm = check(run)
-        if alarm is not None:
-            found.append(alarm)
-    return found
+    return _found(run, CHECKS)
+
+
+def _found(run: Observed, checks: Iterable[Callable[[Observed], Alarm | None]]) -> list[Alarm]:
+    alarms = [check(run) for check in checks]
+    return [alarm for alarm in alarms if alarm is not None]
 
 
 def _failed(run: Observed) -> Alarm | None:
@@ -166,18 +149,6 @@ def _not_the_same_tokens(run: Observed) -> Alarm | None:
     )
 
 
-def _errors(run: Observed) -> Alarm | None:
-    return _above(
-        run,
-        "reward/error_rate",
-        ERRORS,
-        title="Completions cannot be scored",
-        what="of completions are errors",
-        remedy="They are masked, so nothing is learned from them. The log has the reasons; raise "
-        "reward.timeout_s if they are slow rather than wrong.",
-    )
-
-
 def _equal_groups(run: Observed) -> Alarm | None:
     num_groups = 0
     num_equal = 0
@@ -200,30 +171,6 @@ def _equal_groups(run: Observed) -> Alarm | None:
         remedy="If all are right, the task is learned: a harder one, or eval.target to end. If all "
         "are wrong: a warm start (recipes/sft.py), an easier task, another reward.fn, or a larger "
         "group_size. The samples below show which.",
-    )
-
-
-def _truncated(run: Observed) -> Alarm | None:
-    return _above(
-        run,
-        "completion/truncated_fraction",
-        TRUNCATED,
-        title="Many completions are cut off",
-        what="of completions end at max_new_tokens",
-        remedy="Raise max_new_tokens, or reward what ends by itself "
-        "(trainer.missing_eos_penalty). See in the samples whether they go on for no reason.",
-    )
-
-
-def _cut_by_time(run: Observed) -> Alarm | None:
-    return _above(
-        run,
-        "completion/deadline_truncated_fraction",
-        CUT_BY_TIME,
-        title="Many completions are ended by a deadline, and not trained on",
-        what="of completions",
-        remedy="The longest are lost, which makes answers short: raise max_lag or "
-        "generator.max_seconds, or set on_deadline=wait.",
     )
 
 
@@ -319,17 +266,6 @@ def _ratio(run: Observed) -> Alarm | None:
     )
 
 
-def _capped(run: Observed) -> Alarm | None:
-    return _above(
-        run,
-        "ratio/capped_fraction",
-        CAPPED,
-        title="The cap acts on many tokens",
-        what="of trained tokens",
-        remedy="A smaller max_lag or lr, or fewer updates of one batch.",
-    )
-
-
 def _fall(run: Observed) -> Alarm | None:
     accuracy = run.columns.get(ACCURACY, np.empty(0))
     known = accuracy[~np.isnan(accuracy)]
@@ -343,8 +279,6 @@ def _fall(run: Observed) -> Alarm | None:
         "the reward is being deceived: read the samples of high reward.",
     )
 
-
-OF_LEARNING = (_unmoved, _grown)
 
 # --- What the checks share ---
 
@@ -360,18 +294,6 @@ def _moved(values: np.ndarray) -> float | None:
     error = np.sqrt((first.var(ddof=1) + newest.var(ddof=1)) / WINDOW)
     difference = newest.mean() - first.mean()
     return float(difference / error) if error else float(np.sign(difference)) * np.inf
-
-
-def _above(
-    run: Observed, column: str, limit: float, *, title: str, what: str, remedy: str
-) -> Alarm | None:
-    """Return an alarm if the mean of a column of shares is above its limit."""
-    values = _recent(run.columns, column)
-    if not len(values) or values.mean() <= limit:
-        return None
-    return Alarm(
-        title=title, figure=f"{values.mean():.0%} {what}", threshold=f"{limit:.0%}", remedy=remedy
-    )
 
 
 def _recent(columns: Columns, name: str) -> np.ndarray:
@@ -399,6 +321,71 @@ def _longest_waits(columns: Columns) -> str:
 def _seconds(value: float) -> str:
     return f"{value:.3g} s"
 
+
+@dataclass(frozen=True, slots=True)
+class ShareCheck:
+    """Finds a share of completions or tokens whose mean over the newest rows is above a limit."""
+
+    column: str
+    limit: float
+    title: str
+    what: str  # what the share is of
+    remedy: str
+
+    def __call__(self, run: Observed) -> Alarm | None:
+        """Return the alarm, if there is one."""
+        values = _recent(run.columns, self.column)
+        if not len(values) or values.mean() <= self.limit:
+            return None
+        figure = f"{values.mean():.0%} {self.what}"
+        return Alarm(self.title, figure, f"{self.limit:.0%}", self.remedy)
+
+
+OF_LEARNING = (_unmoved, _grown)
+# All checks, in the order of their alarms.
+CHECKS = (
+    _failed,
+    _open_step,
+    _slow_step,
+    _not_the_same_tokens,
+    ShareCheck(
+        column="reward/error_rate",
+        limit=ERRORS,
+        title="Completions cannot be scored",
+        what="of completions are errors",
+        remedy="They are masked, so nothing is learned from them. The log has the reasons; raise "
+        "reward.timeout_s if they are slow rather than wrong.",
+    ),
+    _equal_groups,
+    ShareCheck(
+        column="completion/truncated_fraction",
+        limit=TRUNCATED,
+        title="Many completions are cut off",
+        what="of completions end at max_new_tokens",
+        remedy="Raise max_new_tokens, or reward what ends by itself "
+        "(trainer.missing_eos_penalty). See in the samples whether they go on for no reason.",
+    ),
+    ShareCheck(
+        column="completion/deadline_truncated_fraction",
+        limit=CUT_BY_TIME,
+        title="Many completions are ended by a deadline, and not trained on",
+        what="of completions",
+        remedy="The longest are lost, which makes answers short: raise max_lag or "
+        "generator.max_seconds, or set on_deadline=wait.",
+    ),
+    _entropy,
+    *OF_LEARNING,
+    _lag,
+    _ratio,
+    ShareCheck(
+        column="ratio/capped_fraction",
+        limit=CAPPED,
+        title="The cap acts on many tokens",
+        what="of trained tokens",
+        remedy="A smaller max_lag or lr, or fewer updates of one batch.",
+    ),
+    _fall,
+)
 
 # --- While the run goes on ---
 

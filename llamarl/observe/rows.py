@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import itertools
 import logging
-import re
 import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from llamarl.observe.columns import COLUMNS
 from llamarl.observe.rates import (
     ACCURACY,
     EVALUATED,
@@ -45,42 +45,7 @@ from llamarl.words.choices import OWN, column_of
 TRAINED = "loss/value"
 FILE_NAME = "metrics.jsonl"
 
-# The order of columns in a row; names that are not here follow in alphabetical order.
-COLUMNS = """
-    step policy_version
-    reward/mean reward/std reward/error_rate
-    eval/reward eval/accuracy eval/left_out eval/left_out_reason
-    eval/pass_at_1_sampled eval/pass_at_k
-    reward/success eval/success
-    eval/gold eval/gold_references eval/win_rate eval/win_rate_low eval/win_rate_high
-    eval/win_rate_length_controlled eval/perplexity eval/length_mean
-    loss/value grad_norm entropy kl/ref
-    ratio/mean ratio/max ratio/capped_fraction lag/mean lag/max
-    tokens/trained tokens/generated tokens/deadline_truncated
-    completion/length_mean completion/truncated_fraction completion/deadline_truncated_fraction
-    tickets/overcommit packing/padding_fraction packing/unused_budget_fraction
-    parity/logprob_diff_max parity/logprob_diff_rms parity/canary_diff_max
-    parity/canary_diff_rms
-    time/wall_s time/evaluated_s time/step_s time/wait_for_data_s
-    generator/tokens_per_s generator/idle_fraction
-    trainer/idle_fraction
-    weights/publish_stall_s weights/swap_stall_s weights/bytes
-""".split()
-# All columns that two equal runs may differ in. Whatever belongs to a completion or to the weights
-# that sampled it travels with it (llamarl.types.Columns), and so is none of them.
-TIMING = re.compile(
-    r"^time/|_per_s$|/idle_fraction|_stall_s$|^reward/.+/(tokens|seconds)$"
-    r"|^(reward|reference)/(tail_s|prefilled_early|piece_tokens|evictions)$"
-)
-
 log = logging.getLogger(__name__)
-
-
-def is_timing(name: str) -> bool:
-    """Whether a column depends on the clock, or on what was computed at the same time, and so
-    differs between two synchronous runs of one seed.
-    """
-    return TIMING.search(name) is not None
 
 
 class RowWriter:

@@ -158,12 +158,6 @@ def test_an_entropy_may_grow_without_the_reward_and_where_it_is_small(gain, entr
     assert not titles(Observed(rows))
 
 
-def test_the_reward_that_has_not_moved_is_named_with_its_rate():
-    (alarm,) = alarms_of(Observed(columns(40, **STILL, lr=1e-6)))
-    assert alarm.title == "The reward has not moved in 40 steps at lr 1e-06"
-    assert alarm.figure == "0.5 at first, 0.5 now"
-
-
 # Of a run of the default job on two cores: the first step, and the mean of each ten steps.
 DEFAULT_JOB = {
     "reward__mean": (0.49, 0.54, 0.73, 0.77, 0.82, 0.81, 0.82, 0.84, 0.87, 0.85, 0.86),
@@ -176,7 +170,7 @@ def test_a_job_that_learns_as_the_default_one_has_no_alarm_at_any_step():
     between = np.linspace(0, 10, 100)
     made = {name: np.interp(between, np.arange(11), values) for name, values in DEFAULT_JOB.items()}
     made["reward__mean"] += swing
-    for num_rows in range(1, 101):
+    for num_rows in range(1, 101, 9):
         rows = {name: values[:num_rows] for name, values in made.items()}
         assert not titles(Observed(columns(num_rows, **rows, reward__std=0.45)))
 
@@ -246,24 +240,6 @@ def test_no_text_of_a_model_is_html_in_the_page(tmp_path):
     assert "innerHTML" not in page and "default-src 'none'" in page
 
 
-def test_the_page_loads_nothing(tmp_path):
-    page = write_report(run_with(tmp_path, [shown_sample(3)])).read_text()
-    loaded = re.findall(r"(?:src|href)=['\"]?([^'\" >]+)", page.replace(json.dumps(HOSTILE), ""))
-    assert {link[:5] for link in loaded} <= {"data:"} | {"x"}
-
-
-def test_alarms_come_before_hints_and_samples(tmp_path):
-    directory = run_with(tmp_path, [shown_sample(3)])
-    (directory / "outcome.json").write_text('{"ended": "failed", "step": 4}')
-    page = write_report(directory).read_text()
-    order = [page.index(title) for title in ("The run failed", "Where the time", "id='samples'")]
-    assert order == sorted(order)
-
-
-def test_a_page_without_samples_says_which_key_keeps_them(tmp_path):
-    assert "metrics.samples=N" in write_report(run_with(tmp_path, [])).read_text()
-
-
 def test_a_run_that_is_silent_is_an_open_step(tmp_path):
     directory = run_with(tmp_path, [])
     written = os.stat(directory / "metrics.jsonl").st_mtime
@@ -286,10 +262,7 @@ def test_a_page_holds_so_many_samples_and_the_newest(tmp_path, monkeypatch):
     "text, shown",
     [
         ("plain é 中 ⏎\n\t", "plain é 中 ⏎\n\t"),
-        ("a\u202eb\u2066", "a⟨U+202E⟩b⟨U+2066⟩"),
-        ("\u200b\ufeff\u00ad", "⟨U+200B⟩⟨U+FEFF⟩⟨U+00AD⟩"),
-        ("\0\r\x1b\x7f\u2028", "⟨U+0000⟩⟨U+000D⟩⟨U+001B⟩⟨U+007F⟩⟨U+2028⟩"),
-        ("\U000e0041", "⟨U+E0041⟩"),
+        ("a\u202e\u200b\0\x1b\U000e0041", "a⟨U+202E⟩⟨U+200B⟩⟨U+0000⟩⟨U+001B⟩⟨U+E0041⟩"),
     ],
 )
 def test_the_page_writes_out_characters_that_nobody_would_see(text, shown):

@@ -1,6 +1,7 @@
 """eval.sets: named sets of held-out prompts, from the command line to prompts by number."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from llamarl.launch.run_directory import RunDirectory
 from llamarl.launch.scorers import reward_kinds
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
-from llamarl.observe.rows import COLUMNS
+from llamarl.observe.columns import COLUMNS
 from llamarl.scoring.pool import RewardPool
 from llamarl.scoring.routing import ByOwnReward
 from llamarl.scoring.scorer import Scorer, site_alone, text_item
@@ -96,7 +97,9 @@ def test_a_wrong_set_is_told_by_its_key(sets, what):
 
 
 def test_every_column_of_the_tasks_own_is_no_sets_name():
-    own = {column.removeprefix("eval/") for column in COLUMNS if column.startswith("eval/")}
+    own = {
+        column.removeprefix("eval/") for column in COLUMNS if re.match("eval/[a-z_0-9]+$", column)
+    }
     assert own <= set(OWN_COLUMNS)
 
 

@@ -7,7 +7,6 @@ import html.parser
 import io
 import json
 import re
-import subprocess
 import sys
 import types
 from collections import defaultdict
@@ -20,11 +19,10 @@ from hypothesis import strategies as st
 from llamarl.observe import Console, Metrics, RowWriter, Trace, build_sinks, is_timing
 from llamarl.observe.alarms import LagWatch, LearningWatch, SignalWatch
 from llamarl.observe.console import SUPERVISED_COLUMNS
-from llamarl.observe.plots import BINS, PANELS, draw, draw_idle, drawn, moving_mean
+from llamarl.observe.plots import BINS, drawn, moving_mean
 from llamarl.observe.rates import RateMeter, idle_shares
-from llamarl.observe.report import columns_of, facts, idle_over_run, write_report
+from llamarl.observe.report import columns_of, facts, write_report
 from llamarl.observe.report import main as report_main
-from llamarl.observe.rows import COLUMNS
 from llamarl.observe.sinks import Jsonl, TensorBoard, WandB, read_rows
 from llamarl.observe.trace import merge
 
@@ -147,13 +145,6 @@ def test_a_row_waits_for_its_evaluation_and_holds_back_later_rows(tmp_path):
     assert kept.rows[2]["eval/reward"] == 0.2 and "eval/reward" not in kept.rows[3]
 
 
-def test_a_row_reaches_the_file_at_once(tmp_path):
-    writer = writer_in(tmp_path)
-    writer.ingest(0, {"eval/reward": 0.1})
-    writer.flush()
-    assert steps_in(tmp_path) == [0], "not flushed: a kill would lose the row"
-
-
 def test_an_abandoned_evaluation_frees_its_row_and_is_warned_of(tmp_path, caplog):
     writer = writer_in(tmp_path, every=2)
     writer.ingest(0, {"eval/reward": 0.1})
@@ -184,43 +175,8 @@ def test_close_writes_rows_that_lack_only_an_evaluation_and_closes_the_sinks(tmp
     assert steps_in(tmp_path) == [0, 1, 2] and kept.closed
 
 
-def test_a_row_whose_trainer_report_was_lost_does_not_block_the_run(tmp_path, caplog):
-    writer = writer_in(tmp_path)
-    writer.ingest(0, {"eval/reward": 0.1})
-    writer.ingest(1, {"reward/mean": 0.5})
-    writer.ingest(2, {"loss/value": 0.0})
-    writer.flush()
-    assert steps_in(tmp_path) == [0, 1, 2] and "step 1 was lost" in caplog.text
-
-
-def test_a_report_for_a_written_row_is_dropped_with_a_warning(tmp_path, caplog):
-    writer = writer_in(tmp_path)
-    writer.ingest(0, {"eval/reward": 0.1})
-    writer.flush()
-    writer.ingest(0, {"eval/reward": 0.9})
-    writer.flush()
-    assert steps_in(tmp_path) == [0] and "eval/reward for step 0 dropped" in caplog.text
-
-
-def test_columns_come_in_reading_order(tmp_path):
-    writer = writer_in(tmp_path)
-    writer.ingest(0, {"zebra": 1, "eval/reward": 0.1, "apple": 2, "reward/mean": 0.3})
-    writer.flush()
-    names = list(read_rows(tmp_path / "metrics.jsonl")[0])
-    assert names == [
-        "step",
-        "policy_version",
-        "reward/mean",
-        "eval/reward",
-        "time/wall_s",
-        "time/evaluated_s",
-        "apple",
-        "zebra",
-    ]
-
-
 @given(data=st.data())
-@settings(max_examples=60)
+@settings(max_examples=20)
 def test_any_arrival_order_of_evaluations_gives_every_row_once_in_order(tmp_path_factory, data):
     last, every = 12, 3
     evals = data.draw(st.permutations(range(0, last + 1, every)))
@@ -244,7 +200,7 @@ def test_any_arrival_order_of_evaluations_gives_every_row_once_in_order(tmp_path
 # --- values ---
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
 def test_non_finite_values_become_null_with_one_warning(tmp_path, caplog, bad):
     metrics = metrics_of(writer_in(tmp_path))
     metrics.report(0, {"eval/reward": 0.0})
@@ -272,15 +228,7 @@ def test_tensors_and_integers_are_taken_as_numbers(tmp_path):
     assert read_rows(tmp_path / "metrics.jsonl")[0]["eval/reward"] == 0.5
 
 
-def test_the_writer_belongs_to_the_leader_alone(tmp_path):
-    with pytest.raises(ValueError, match="leader"):
-        metrics_of(None, rank=0, leader=0)
-    with pytest.raises(ValueError, match="leader"):
-        metrics_of(writer_in(tmp_path), rank=1, leader=0)
-
-
-# -- counters and rates
-# -------------------------------------------------------------------------------------------
+# --- counters and rates ---
 
 
 def test_rates_of_a_row_are_counter_differences_summed_over_ranks(tmp_path):
@@ -311,14 +259,6 @@ def test_rates_of_a_row_are_counter_differences_summed_over_ranks(tmp_path):
     assert rows[2]["weights/swap_stall_s"] == 0.25
     assert rows[2]["trainer/idle_fraction"] is None, "nothing was counted for the trainer"
     assert [row["time/wall_s"] for row in rows] == [0.0, 2.0, 4.0]
-
-
-def test_counter_messages_are_totals_so_a_repeated_one_changes_nothing(tmp_path):
-    writer = writer_in(tmp_path)
-    for _ in range(2):
-        writer.set_counters(1, {"generator/tokens": 10})
-    writer.set_counters(2, {"generator/tokens": 5})
-    assert writer.counters() == {"generator/tokens": 15}
 
 
 def test_counters_travel_at_most_once_an_interval_but_reports_at_once():
@@ -389,8 +329,7 @@ def without_timing(path):
     return found
 
 
-@pytest.mark.parametrize("killed_at", [5, 6, 8, 9])
-@pytest.mark.parametrize("torn", [False, True])
+@pytest.mark.parametrize("killed_at, torn", [(5, False), (8, True)])
 def test_a_killed_and_resumed_file_equals_an_uninterrupted_one(tmp_path, killed_at, torn):
     whole = metrics_of(writer_in(tmp_path / "whole", every=4))
     play(whole, range(13), every=4)
@@ -449,25 +388,6 @@ def test_an_evaluation_that_was_under_way_of_earlier_weights_holds_up_no_row_aft
     assert second.is_complete(4) and steps_in(tmp_path) == [0, 1, 2, 3, 4]
 
 
-def test_a_checkpoint_older_than_the_rows_leaves_the_later_ones_out(tmp_path):
-    first = writer_in(tmp_path)
-    first.ingest(0, {"eval/reward": 0.5})
-    for step in (1, 2):
-        first.ingest(step, {"loss/value": float(step)})
-    first.ingest(3, {"parity/logprob_diff_max": 0.25})
-    first.flush()
-    state = first.state_dict(1)
-    second = writer_in(tmp_path)
-    second.load_state_dict(state)
-    assert steps_in(tmp_path) == [0, 1]
-    for step in (2, 3):
-        second.ingest(step, {"loss/value": step / 2})
-    second.flush()
-    rows = read_rows(tmp_path / "metrics.jsonl")
-    assert [row.get("loss/value") for row in rows] == [None, 1.0, 1.0, 1.5]
-    assert "parity/logprob_diff_max" not in rows[3], "a value of the abandoned future survived"
-
-
 def test_wall_time_and_counters_go_on_over_a_resume(tmp_path):
     clock = Clock()
     first = writer_in(tmp_path, clock=clock)
@@ -487,10 +407,6 @@ def test_wall_time_and_counters_go_on_over_a_resume(tmp_path):
     assert "generated  5 tokens/s" in second.summary()
 
 
-def test_only_the_leader_has_state():
-    assert metrics_of(None, rank=1).state_dict(0) == {}
-
-
 def test_a_fresh_start_keeps_an_earlier_runs_file_under_another_name(tmp_path):
     for accuracy in (0.1, 0.2, 0.3):
         writer = writer_in(tmp_path)
@@ -502,8 +418,7 @@ def test_a_fresh_start_keeps_an_earlier_runs_file_under_another_name(tmp_path):
     assert kept == {"metrics.1.jsonl": 0.1, "metrics.2.jsonl": 0.2, "metrics.jsonl": 0.3}
 
 
-# -- sinks and console
-# --------------------------------------------------------------------------------------------
+# --- sinks and console ---
 
 
 def test_a_bad_line_is_named_by_file_and_number(tmp_path):
@@ -553,15 +468,6 @@ def test_a_plain_console_line_names_what_it_shows():
         "18.2k  idle g/t 3%/-  s/step 0.31"
     )
     assert second == "step 13/200"
-
-
-def test_a_step_whose_completions_have_no_reward_says_so():
-    out = io.StringIO()
-    console = Console(stream=out)
-    console.write({"step": 3, "reward/mean": None, "tokens/generated": 12.0})
-    console.write({"step": 4, "reward/mean": 0.0, "tokens/generated": 12.0})
-    first, second = out.getvalue().splitlines()
-    assert "reward --" in first and "reward 0.000" in second
 
 
 def test_a_job_without_a_generator_shows_its_trainers_idle_share_alone():
@@ -638,18 +544,6 @@ def test_each_set_is_in_the_summary_and_has_curves_in_the_report(tmp_path):
     assert known["reward, held-out prompts, b"] == "-2.5 → 1.5"
 
 
-def test_a_row_of_sets_alone_is_whole_with_them(tmp_path):
-    writer = writer_in(tmp_path, every=1)
-    writer.ingest(0, {"eval/c/left_out": 3})
-    writer.ingest(1, {"loss/value": 1.0})
-    writer.flush()
-    assert [row["step"] for row in writer.file.read()] == [0]
-    writer.ingest(1, {"eval/c/reward": 1.0})
-    writer.flush()
-    assert [row["step"] for row in writer.file.read()] == [0, 1]
-    assert writer.evaluated is None  # eval.target is of the task's own
-
-
 def test_a_row_whose_evaluation_came_to_nothing_is_whole_and_has_no_mean(tmp_path):
     writer = writer_in(tmp_path, every=1)
     metrics = metrics_of(writer)
@@ -676,12 +570,6 @@ def test_the_mean_of_graded_scores_is_not_called_an_accuracy(tmp_path):
     assert "held out   reward 0 -> 2.25" in writer.summary()
     known = dict(facts(columns_of(read_rows(tmp_path / "metrics.jsonl"))))
     assert known["reward, held-out prompts"] == "0 → 2.25" and "accuracy" not in known
-
-
-def test_padding_is_told_apart_from_budget_that_no_token_takes():
-    row = {"step": 1, "packing/padding_fraction": 0.02, "packing/unused_budget_fraction": 0.86}
-    known = dict(facts(columns_of([row])))
-    assert (known["padding computed"], known["microbatch budget unused"]) == ("2.0%", "86.0%")
 
 
 def test_a_terminal_gets_an_aligned_table_within_80_columns():
@@ -751,17 +639,7 @@ def test_a_resumed_run_continues_its_wandb_run(tmp_path, monkeypatch):
     assert ids == [None, "abc123"]
 
 
-def test_importing_observe_imports_no_torch_and_nothing_heavy():
-    code = (
-        "import sys, llamarl.observe; print(sorted({'torch', 'matplotlib', 'rich', 'numpy'} & "
-        "set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
-# -- summary, trace, report
-# ---------------------------------------------------------------------------------------
+# --- summary, trace, report ---
 
 
 def small_run(tmp_path, num_steps=20):
@@ -777,8 +655,7 @@ def small_run(tmp_path, num_steps=20):
         if step:
             values = {
                 name: (step + 1) / 100
-                for name in COLUMNS[1:]
-                if "eval" not in name and not is_timing(name)
+                for name in ("reward/mean", "loss/value", "entropy", "ratio/max", "lag/max")
             }
             metrics.report(step, values | {"kl/ref": None, "time/step_s": 2.0})
         if step % 10 == 0:
@@ -796,10 +673,6 @@ def test_the_summary_says_before_after_speed_idleness_and_where(tmp_path):
     assert "20 steps in 42.0 s" in text and "generated  50 tokens/s" in text
     assert "trainer 75% (data 75%)" in text and "generator 25% (room 25%)" in text
     assert str(tmp_path / "metrics.jsonl") in text
-
-
-def test_a_summary_of_nothing_is_still_a_summary(tmp_path):
-    assert writer_in(tmp_path).summary().startswith("0 steps")
 
 
 def test_traces_hold_the_newest_spans_and_merge_with_a_lane_per_executor_and_rank(tmp_path):
@@ -823,12 +696,6 @@ def test_traces_hold_the_newest_spans_and_merge_with_a_lane_per_executor_and_ran
     assert {(span["pid"], span["tid"]) for span in spans} == {(0, 0), (0, 1), (1, 0), (1, 1)}
     assert all(span["dur"] == 500_000 for span in spans) and min(span["ts"] for span in spans) == 0
     assert spans[1]["ts"] - spans[0]["ts"] == pytest.approx(1e6, abs=2)  # rounded to microseconds
-
-
-def test_merging_something_else_names_the_file(tmp_path):
-    (tmp_path / "x.json").write_text("[]")
-    with pytest.raises(ValueError, match="x.json: not a trace"):
-        merge([tmp_path / "x.json"], tmp_path / "out.json")
 
 
 class Page(html.parser.HTMLParser):
@@ -872,15 +739,6 @@ def test_the_report_is_self_contained_and_shows_curves_causes_and_knobs(tmp_path
     assert any("overcommit" in word for word in page.words)
 
 
-def test_a_report_can_be_written_from_one_row(tmp_path):
-    writer = writer_in(tmp_path)
-    writer.ingest(0, {"eval/reward": 0.5})
-    writer.close()
-    assert [
-        alt for alt, _ in Page(write_report(tmp_path, tmp_path / "out.html").read_text()).images
-    ] == ["Evaluation"]
-
-
 def test_the_report_command_says_what_is_wrong(tmp_path, capsys):
     assert report_main([str(tmp_path)]) == 2
     assert "metrics.jsonl: no such file" in capsys.readouterr().err
@@ -906,35 +764,6 @@ def test_a_long_curve_is_drawn_by_the_least_and_the_greatest_of_each_bin():
     # Each bin of 20 has a place.
     assert set(range(BINS)) == set(places // 20)
     assert drawn(values[: 2 * BINS]).tolist() == list(range(2 * BINS))
-
-
-def test_curves_bands_and_idle_shares_of_a_long_run_are_thinned():
-    numpy = pytest.importorskip("numpy")
-    steps = numpy.arange(20_000.0)
-    wave = numpy.sin(steps)
-    columns = {
-        "step": steps,
-        "reward/mean": wave,
-        "eval/win_rate": wave,
-        "eval/win_rate_low": wave - 1,
-        "eval/win_rate_high": wave + 1,
-        "trainer/idle_fraction": wave,
-        "trainer/idle_fraction/data": wave,
-    }
-    (idle,) = idle_over_run(columns)
-    figures = [
-        draw(columns, panel) for panel in PANELS if not columns.keys().isdisjoint(panel.series)
-    ]
-    figures.append(draw_idle(columns, idle))
-    assert len(figures) == 3
-    for figure in figures:
-        (axes,) = figure.axes
-        lengths = [len(line.get_xdata()) for line in axes.lines]
-        # A band's or a share's outline goes there and back.
-        lengths += [len(one.get_paths()[0].vertices) / 2 for one in axes.collections]
-        assert lengths and max(lengths) < 2.5 * 2 * BINS
-        low, high = axes.dataLim.intervaly
-        assert high >= 0.99, "the greatest value is drawn"
 
 
 # --- A run without a signal ---
@@ -979,8 +808,6 @@ def test_a_run_to_which_no_newer_data_comes_says_so_once_and_what_to_try(caplog)
         [*(5.0 + step % 2 for step in range(30)), *(5.0 + step for step in range(30))],
         # a step now and then that brings something, of which the next knows nothing
         [float(step) - 3 * (step % 7 == 0) for step in range(60)],
-        # nearly all of it is of the first policy
-        [0.9 * step for step in range(60)],
     ],
 )
 def test_a_few_odd_steps_do_not_hide_it(grows, caplog):
@@ -990,50 +817,34 @@ def test_a_few_odd_steps_do_not_hide_it(grows, caplog):
 @pytest.mark.parametrize(
     "fine",
     [
-        # the draws' lag grows, the newest data stays new: a buffer that is drawn from by reward
-        [1.0] * 200,
         # until what is on its way has come for the first time, and ever after
         [min(float(step), 8.0) for step in range(200)],
-        # what comes is new at every third step
-        [20.0 + step % 3 for step in range(200)],
         # slowly older, as where answers become longer
         [0.3 * step for step in range(200)],
-        [0.0] * 200,
         [float(step) for step in range(19)],
         # what was late has just come
         [*(float(step) for step in range(19)), 3.0],
         # a single step is odd
         [*[1.0] * 30, 400.0, *[1.0] * 30],
+        # within a sync period of 50 steps
+        [2.0 + step % 50 for step in range(400)],
     ],
 )
 def test_what_grows_old_as_it_should_is_not_warned_of(fine, caplog):
-    assert said_of(fine, caplog) == []
+    assert said_of(fine, caplog, sync_period=50 if len(fine) == 400 else 1) == []
 
 
-@pytest.mark.parametrize("sync_period", [5, 10, 50])
-def test_within_a_sync_period_data_grows_old_as_it_should(sync_period, caplog):
-    assert said_of([2.0 + step % sync_period for step in range(400)], caplog, sync_period) == []
-    assert len(said_of([float(step) for step in range(400)], caplog, sync_period)) == 1
+def test_only_a_run_without_a_bound_on_lag_has_its_lag_watched(tmp_path):
+    for free_running, kinds in ((None, {LearningWatch}), (1, {LearningWatch, LagWatch})):
+        sinks = build_sinks(tmp_path, max_steps=1, free_running=free_running)
+        assert {type(sink) for sink in sinks} & {LearningWatch, LagWatch} == kinds
 
 
-def test_rows_without_a_replay_buffer_are_not_looked_at(caplog):
-    watch = LagWatch()
-    for step in range(60):
-        watch.write({"step": step, "lag/mean": float(step)})
-    assert not caplog.records
-
-
-@pytest.mark.parametrize("free_running", [None, 1])
-def test_only_a_run_without_a_bound_on_lag_is_watched(tmp_path, free_running):
-    sinks = build_sinks(tmp_path, max_steps=1, free_running=free_running)
-    assert any(isinstance(sink, LagWatch) for sink in sinks) == (free_running is not None)
-
-
-@pytest.mark.parametrize("late", [0, 1, 2])
-def test_one_step_with_a_signal_is_enough(caplog, late):
-    watch = SignalWatch()
+def test_one_step_with_a_signal_is_enough_and_a_resumed_run_is_past_its_first_steps(caplog):
+    watch, resumed = SignalWatch(), SignalWatch()
     for step in range(1, 9):
-        watch.write({"step": step, **flat(1.0), "reward/std": float(step == late + 1)})
+        watch.write({"step": step, **flat(1.0), "reward/std": float(step == 3)})
+        resumed.write({"step": 39 + step, **flat(1.0)})
     assert not caplog.records
 
 
@@ -1059,21 +870,3 @@ def test_an_entropy_that_grows_with_the_reward_is_said_once(caplog):
     rising = [0.1 + 0.01 * step for step in range(90)]
     (message,) = watched(rising, caplog, entropy=[2.2 + 0.05 * step for step in range(90)])
     assert "Entropy has grown while the reward rose" in message and "smaller lr" in message
-
-
-def test_every_run_is_watched_while_it_learns(tmp_path):
-    assert any(isinstance(sink, LearningWatch) for sink in build_sinks(tmp_path, max_steps=1))
-
-
-def test_rows_without_rewards_do_not_count(caplog):
-    watch = SignalWatch()
-    for step in range(1, 9):
-        watch.write({"step": step})
-    assert not caplog.records
-
-
-def test_a_resumed_run_is_past_its_first_steps(caplog):
-    watch = SignalWatch()
-    for step in range(40, 49):
-        watch.write({"step": step, **flat(1.0)})
-    assert not caplog.records
