@@ -25,14 +25,10 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from llamarl.memory import GIB
-from llamarl.planner.predict import Prediction, Predictor
-from llamarl.planner.profile import (
-    made,
-    read_profile,
-    write_profile,
-)
+from llamarl.planner.predict import Prediction, Predictor, best_split
+from llamarl.planner.profile import made, read_profile, write_profile
 from llamarl.planner.search import Found, SearchSettings, best_of
-from llamarl.words.names import did_you_mean
+from llamarl.words.findings import ConfigError, Problem, did_you_mean
 
 SHEET = "h100"
 _AUTO = ("auto", "null")
@@ -56,24 +52,22 @@ KEYS = {_KEYS.get(one.name, one.name): one.name for one in fields(SearchSettings
 
 
 def read_words(words: Sequence[str]) -> SearchSettings:
-    """Return the settings of key=value words. ValueError has a line for each that cannot be
-    used.
-    """
+    """Return the settings of key=value words. ConfigError names all that cannot be used."""
     optional = {one.name for one in fields(SearchSettings) if one.default is None}
     values = {}
-    unknown = []
+    problems = []
     for word in words:
         key, has_value, text = word.partition("=")
         if not has_value or key not in KEYS:
-            unknown.append(f"{word}: unknown key{did_you_mean(key, KEYS)}")
+            problems.append(Problem(word, f"unknown key{did_you_mean(key, KEYS)}", (key,)))
         elif text not in _AUTO or KEYS[key] not in optional:
             values[KEYS[key]] = text
     try:
-        settings = made(SearchSettings, values, KEYS, _KEYS)
-    except ValueError as error:
-        raise ValueError("\n".join([*unknown, str(error)])) from error
-    if unknown:
-        raise ValueError("\n".join(unknown))
+        settings = made(SearchSettings, values, **_KEYS)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
     return settings
 
 
@@ -101,9 +95,10 @@ _SHARING = {
 
 def balanced_share(found: Prediction) -> float:
     """Return theta*: the trainer's share of the GPU seconds that both sides need (theorem 7.5)."""
-    trainer = found.trainer_s * found.plan.trainer.gpus
-    generator = found.generator_s * found.plan.generator.gpus
-    return trainer / (trainer + generator)
+    plan = found.plan
+    return best_split(
+        (plan.trainer.gpus, found.trainer_s), (plan.generator.gpus, found.generator_s)
+    )
 
 
 def ranks(first: int, number: int) -> str:
@@ -312,8 +307,7 @@ def run_fit(given: argparse.Namespace) -> None:
     base, words = take(words, "base", SHEET)
     runs = [Path(word) for word in words if "=" not in word]
     values = dict(word.split("=", 1) for word in words if "=" in word)
-    known = [one.name for one in fields(Lengths)]
-    lengths = made(Lengths, values, ("sheet", "base", *known))
+    lengths = made(Lengths, values)
     if not runs:
         raise ValueError("fit needs the directories of runs")
     profile = fit_runs(runs, read_profile(base), lengths)
@@ -327,7 +321,7 @@ def run_simulate(given: argparse.Namespace) -> None:
     """Print what comes of simulated runs. ValueError or OSError for what cannot be used."""
     from llamarl.planner.simulate import lines_of_words
 
-    for line in lines_of_words(given.words, given.rows):
+    for line in lines_of_words(given.words):
         print(line)
 
 
@@ -349,7 +343,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     find.add_argument("--simulate", action="store_true", help="simulate the best plan too")
     find.add_argument("words", nargs="*", help=f"key=value: {', '.join(KEYS)}")
     imagine = commands.add_parser("simulate", help="simulate a run on the real ledger")
-    imagine.add_argument("--rows", type=Path, help="draw service times from a run's directory")
     imagine.add_argument("words", nargs="*", metavar="KEY=VALUE[,VALUE]", help="docs/scaling.md")
     # key=value may stand between the options too, which argparse would not take.
     words = [word for word in arguments if "=" in word and not word.startswith("-")]

@@ -27,8 +27,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from pydantic.dataclasses import dataclass as checked_dataclass
-
 from llamarl.config.conversion import load_config
 from llamarl.config.placement import placement_of
 from llamarl.config.schema import Config
@@ -39,7 +37,8 @@ from llamarl.observe.rates import Row, number_of
 from llamarl.observe.rows import FILE_NAME
 from llamarl.observe.sinks import read_rows
 from llamarl.planner.costs import StepWork
-from llamarl.planner.profile import STRICT, Curve, FromZero, MeasuredTimes, Positive, Profile
+from llamarl.planner.profile import Curve, FromZero, MeasuredTimes, Positive, Profile
+from llamarl.words.fields import settings_dataclass
 
 _PASSES = 3  # a backward takes as long as two forwards
 _LEAST_S = 1e-9
@@ -52,7 +51,7 @@ NOTES = (
 )
 
 
-@checked_dataclass(frozen=True, slots=True, config=STRICT)
+@settings_dataclass
 class Lengths:
     """What rows do not say of the sequences. prompt_tokens: the mean; None: half of the most.
     length_sigma: the deviation of the logarithm of a completion's length.
@@ -80,7 +79,6 @@ class Point:
     completions: float
     score_s: float
     publish_s: float
-    swap_s: float
     prompt: float
     length: float
 
@@ -88,11 +86,6 @@ class Point:
     def microbatch_s(self) -> float:
         """Seconds of a microbatch."""
         return self.train_s / self.microbatches
-
-
-def num_ranks(run: Path) -> int:
-    """Return how many ranks a run had, by the traces that they left; 1 without any."""
-    return max(1, len(list(run.glob("trace.rank*.json"))))
 
 
 def counted_rows(run: Path) -> list[Row]:
@@ -109,8 +102,10 @@ def counted_rows(run: Path) -> list[Row]:
 
 
 def replicas_of(run: Path, config: Config) -> tuple[int, int]:
-    """Return a run's data-parallel trainer ranks and its generator replicas."""
-    placed = placement_of(config, num_ranks(run))
+    """Return a run's data-parallel trainer ranks and its generator replicas. The ranks are counted
+    by the traces that they left; there is 1 without any.
+    """
+    placed = placement_of(config, max(1, len(list(run.glob("trace.rank*.json")))))
     trainers = len(placed["trainer"]) // config.trainer.tensor_parallel
     generators = len(placed["generator"]) // config.generator.tensor_parallel
     return trainers, max(1, generators)
@@ -177,7 +172,6 @@ def _point(
         completions=work.completions,
         score_s=0.0 if reward_idle is None else (1 - reward_idle) * step_s,
         publish_s=column("weights/publish_stall_s"),
-        swap_s=swap_s,
         prompt=work.prompt_tokens,
         length=length,
     )

@@ -34,7 +34,6 @@ Memory is counted from the model's shapes, as a dry run does it (llamarl/memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -292,28 +291,6 @@ class Predictor:
 # Then T* <= T_sync. With m_t = m_g = m and the same b both are equal: overlap alone gains nothing
 # on a fixed number of GPUs. The gain comes from a larger b, at which eta is lower, or a smaller m.
 
-Eta = Callable[[float], float]
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """One side of a job, the trainer's or the generator's.
-
-    gpus: m. eta: seconds a completion at a concurrency. weights, sample: bytes of a replica at
-    concurrency 0, and of each completion more.
-    """
-
-    gpus: float
-    eta: Eta
-    weights: float = 0.0
-    sample: float = 1.0
-
-    def most_at_once(self, memory: float, taken: float = 0.0) -> float:
-        """Return the largest b in a memory of so many bytes a GPU; below 0 if the weights do not
-        fit. taken: bytes of the replica that something else holds.
-        """
-        return (memory * self.gpus - self.weights - taken) / self.sample
-
 
 def t_sync(batch: float, total: float, gpus: float, eta_t: float, eta_g: float) -> float:
     """Return seconds of a synchronous step. batch: B0. total: G0. gpus: m. eta_t, eta_g: seconds a
@@ -322,19 +299,10 @@ def t_sync(batch: float, total: float, gpus: float, eta_t: float, eta_g: float) 
     return batch * gpus / total * (eta_t + eta_g)
 
 
-def t_async(
-    batch: float, total: float, theta: float, trainer: tuple[float, float], generator: tuple
-) -> float:
-    """Return seconds of an asynchronous step at a split. trainer, generator: (m, eta)."""
-    gpus_t, eta_t = trainer
-    gpus_g, eta_g = generator
-    training = batch * gpus_t * eta_t / (theta * total)
-    generating = batch * gpus_g * eta_g / ((1 - theta) * total)
-    return max(training, generating)
-
-
 def best_split(trainer: tuple[float, float], generator: tuple[float, float]) -> float:
-    """Return theta*, the trainer's share at which both sides take equally long."""
+    """Return theta*, the trainer's share at which both sides take equally long. trainer, generator:
+    (m, eta).
+    """
     gpus_t, eta_t = trainer
     gpus_g, eta_g = generator
     return gpus_t * eta_t / (gpus_t * eta_t + gpus_g * eta_g)
@@ -343,48 +311,7 @@ def best_split(trainer: tuple[float, float], generator: tuple[float, float]) -> 
 def t_best(
     batch: float, total: float, trainer: tuple[float, float], generator: tuple[float, float]
 ) -> float:
-    """Return T*, seconds of an asynchronous step at theta*."""
+    """Return T*, seconds of an asynchronous step at theta*. trainer, generator: (m, eta)."""
     gpus_t, eta_t = trainer
     gpus_g, eta_g = generator
     return batch / total * (gpus_t * eta_t + gpus_g * eta_g)
-
-
-@dataclass(frozen=True, slots=True)
-class Both:
-    """The two step times of theorem 7.5 in a memory, each at concurrencies that fit.
-
-    synchronous: with the given b_t, and the b_g that is left. asynchronous: each side alone, at
-    theta.
-    """
-
-    synchronous: float
-    asynchronous: float
-    theta: float
-
-
-def compared(
-    batch: float, total: float, memory: float, trainer: Side, generator: Side, share: float
-) -> Both:
-    """Return both step times of sides whose m is equal, where the synchronous one has given `share`
-    of what the weights leave, 0 to 1, to the trainer's b. ValueError where the weights do not fit.
-    """
-    if trainer.gpus != generator.gpus:
-        raise ValueError("a synchronous job has one m for both sides")
-    gpus = trainer.gpus
-    left = memory * gpus - trainer.weights - generator.weights
-    if left <= 0:
-        raise ValueError(f"the weights of both sides leave nothing of {memory} bytes a GPU")
-    together = t_sync(
-        batch,
-        total,
-        gpus,
-        trainer.eta(share * left / trainer.sample),
-        generator.eta((1 - share) * left / generator.sample),
-    )
-    alone_t = (gpus, trainer.eta(trainer.most_at_once(memory)))
-    alone_g = (gpus, generator.eta(generator.most_at_once(memory)))
-    return Both(
-        synchronous=together,
-        asynchronous=t_best(batch, total, alone_t, alone_g),
-        theta=best_split(alone_t, alone_g),
-    )

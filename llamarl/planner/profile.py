@@ -22,95 +22,81 @@ is the rank's share of the CPU.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import numpy as np
 import yaml
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
-from pydantic.dataclasses import dataclass
-from pydantic_core import ErrorDetails
+from pydantic import Field, TypeAdapter, ValidationError
 
 from llamarl.models.config import ModelConfig
 from llamarl.models.sharding import num_parameters
+from llamarl.words.fields import settings_dataclass
+from llamarl.words.findings import ConfigError, Problem, problems_of
 from llamarl.words.names import did_you_mean
 
 PROFILES = Path(__file__).parent / "profiles"
 
+# Each may be the text of a number too: YAML reads 989e12 as a text, and words are texts.
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, description="a number above 0")]
+FromZero = Annotated[float, Field(ge=0, allow_inf_nan=False, description="a number of at least 0")]
+Share = Annotated[float, Field(gt=0, le=1, description="a share above 0, of at most 1")]
+Factor = Annotated[float, Field(ge=1, allow_inf_nan=False, description="a number of at least 1")]
+Count = Annotated[int, Field(ge=1, description="a whole number of at least 1")]
+Natural = Annotated[int, Field(ge=0, description="a whole number of at least 0")]
 Dtype = Literal["float32", "bfloat16", "float16", "float8", "int8"]
-Positive = Annotated[float, Field(gt=0)]
-FromZero = Annotated[float, Field(ge=0)]
-Count = Annotated[int, Field(ge=1)]
+Reason = Annotated[str, Field(pattern=r"\S", description="the reason for it")]
 Record = TypeVar("Record")
-STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
-_INPUT = "Input should be "  # how pydantic's sentences about a value begin
 
 
 class BadProfile(ValueError):
     """A hardware profile cannot be used; the message names the file, the keys and the reasons."""
 
 
-def made(
-    record: type[Record], values: Mapping, known: Iterable[str], keys: Mapping[str, str] = {}
-) -> Record:
-    """Return a record of these values, which may be texts of numbers. ValueError has a line for
-    each wrong one. known: keys that an unknown one may be meant for. keys: field -> the key that
-    users know it by, if it is another.
+def made(record: type[Record], values: Mapping[str, object], **keys: str) -> Record:
+    """Return a record of these values. ConfigError names all that are wrong. keys: field -> the
+    key that users know it by, if it is another.
     """
     try:
         return TypeAdapter(record).validate_python(values)
     except ValidationError as error:
-        problems: dict[tuple, str] = {}
-        for one in error.errors():
-            # The other texts are pydantic's names of types.
-            parts = [part for part in one["loc"] if isinstance(part, int) or part.isidentifier()]
-            place = ".".join(part for part in parts if isinstance(part, str))
-            problem = _problem(one, known)
-            value = (*parts, str(one["input"]))
-            if value in problems:  # a union has an error of each of its types
-                problems[value] += f", or {problem.partition(_INPUT)[2]}"
-            else:
-                problems[value] = keys.get(place, place) + problem
-        raise ValueError("\n".join(problems.values())) from error
+        raise ConfigError(list(_named(problems_of(error, record, values), keys))) from error
 
 
-def _problem(error: ErrorDetails, known: Iterable[str]) -> str:
-    """Return what follows the key in a sentence about a wrong value."""
-    kind = error["type"]
-    if kind == "unexpected_keyword_argument":
-        return f": unknown key{did_you_mean(str(error['loc'][-1]), known)}"
-    if kind == "missing":
-        return ": missing"
-    if kind == "value_error":
-        return f": {error['ctx']['error']}"
-    near = ""
-    if kind == "literal_error":
-        choices = re.findall(r"'(.*?)'", error["ctx"]["expected"])
-        near = did_you_mean(str(error["input"]), choices)
-    return f"={error['input']}: {error['msg']}{near}"
+def _named(problems: Sequence[Problem], keys: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield the problems with the keys that users know."""
+    for problem in problems:
+        name, equals, value = problem.where.partition("=")
+        yield replace(problem, where=f"{keys.get(name, name)}{equals}{value}")
 
 
-@dataclass(frozen=True, slots=True, config=STRICT)
+@settings_dataclass
 class Device:
     """The figures of one GPU, as its maker states them.
 
     memory_gib: GiB. flops: FLOP/s of products without sparsity, by dtype. memory_bytes_per_s: its
     own memory. link_bytes_per_s: each way to a GPU of the same node; network_bytes_per_s: each way
     to a GPU of another node, this GPU's share; host_bytes_per_s: each way to host memory.
-    gpus_per_node: how many GPUs the fast link joins.
+    gpus_per_node: how many GPUs the fast link joins. kind: gpu or cpu.
     """
 
-    kind: Literal["gpu", "cpu"]
+    kind: str
     memory_gib: Positive
-    flops: Annotated[Mapping[Dtype, Positive], Field(min_length=1)]
+    flops: Annotated[
+        dict[Dtype, Positive],
+        Field(min_length=1, description="FLOP/s by dtype, such as {bfloat16: 989e12}"),
+    ]
     memory_bytes_per_s: Positive
     link_bytes_per_s: Positive
     network_bytes_per_s: Positive
     host_bytes_per_s: Positive
     gpus_per_node: Count
+
+    def __post_init__(self):
+        if self.kind not in ("gpu", "cpu"):
+            raise ValueError(f"kind={self.kind}: need gpu or cpu")
 
     def flops_of(self, dtype: str) -> float:
         """Return FLOP/s in a dtype. BadProfile if the profile does not say."""
@@ -121,15 +107,31 @@ class Device:
         raise BadProfile(f"device.flops has no {dtype}, only {known}; add device.flops.{dtype}")
 
 
-@dataclass(frozen=True, slots=True, config=STRICT)
+@settings_dataclass
 class Assumption:
     """A number that was not measured, and the reason for it."""
 
     value: FromZero
-    why: Annotated[str, Field(pattern=r"\S")]
+    why: Reason
 
 
-@dataclass(frozen=True, slots=True, config=STRICT)
+@settings_dataclass
+class AssumedShare:
+    """A share that was not measured, and the reason for it."""
+
+    value: Share
+    why: Reason
+
+
+@settings_dataclass
+class AssumedFactor:
+    """A factor that was not measured, and the reason for it."""
+
+    value: Factor
+    why: Reason
+
+
+@settings_dataclass
 class Assumptions:
     """Numbers that no data sheet states.
 
@@ -147,51 +149,36 @@ class Assumptions:
     groups of uneven lengths.
     """
 
-    train_efficiency: Assumption
-    prefill_efficiency: Assumption
-    decode_efficiency: Assumption
-    memory_efficiency: Assumption
-    link_efficiency: Assumption
-    network_efficiency: Assumption
-    tensor_efficiency: Assumption
-    memory_share: Assumption
+    train_efficiency: AssumedShare
+    prefill_efficiency: AssumedShare
+    decode_efficiency: AssumedShare
+    memory_efficiency: AssumedShare
+    link_efficiency: AssumedShare
+    network_efficiency: AssumedShare
+    tensor_efficiency: AssumedShare
+    memory_share: AssumedShare
     link_latency_s: Assumption
     network_latency_s: Assumption
     decode_layer_s: Assumption
     train_layer_s: Assumption
     score_s: Assumption
-    imbalance: Assumption
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        problems = []
-        for one in fields(self):
-            value = getattr(self, one.name).value
-            if one.name.endswith(("_efficiency", "_share")) and not 0 < value <= 1:
-                problems.append(f"{one.name}.value={value:g}: need a share above 0, of at most 1")
-        if self.imbalance.value < 1:
-            problems.append(f"imbalance.value={self.imbalance.value:g}: need at least 1")
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
+    imbalance: AssumedFactor
 
 
-@dataclass(frozen=True, slots=True, config=STRICT)
+@settings_dataclass
 class Curve:
     """Seconds over size, never falling. xs: sizes, rising and above 0. ys: seconds, from 0."""
 
-    xs: Annotated[tuple[Positive, ...], Field(min_length=1)]
-    ys: Annotated[tuple[FromZero, ...], Field(min_length=1)]
+    xs: Annotated[tuple[Positive, ...], Field(min_length=1, description="sizes above 0")]
+    ys: Annotated[tuple[FromZero, ...], Field(min_length=1, description="times of at least 0")]
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def __post_init__(self):
         if len(self.xs) != len(self.ys):
             raise ValueError(f"{len(self.xs)} sizes and {len(self.ys)} times: need as many")
         if any(b <= a for a, b in zip(self.xs, self.xs[1:])):
             raise ValueError(f"sizes {list(self.xs)}: need rising ones")
         if any(b < a for a, b in zip(self.ys, self.ys[1:])):
             raise ValueError(f"times {list(self.ys)}: need times that never fall")
-        return self
 
     @classmethod
     def through(cls, sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
@@ -222,7 +209,7 @@ class Curve:
         return all(b <= a * (1 + 1e-9) for a, b in zip(units, units[1:]))
 
 
-@dataclass(frozen=True, slots=True, config=STRICT)
+@settings_dataclass
 class MeasuredTimes:
     """Seconds of one model on this machine, from runs with one rank an executor.
 
@@ -246,7 +233,7 @@ class MeasuredTimes:
         return (num_parameters(model), dtype) == (self.parameters, self.dtype)
 
 
-@dataclass(frozen=True, slots=True, config=STRICT)
+@settings_dataclass
 class Profile:
     """A hardware profile. notes: for its reader."""
 
@@ -254,14 +241,11 @@ class Profile:
     device: Device
     assumptions: Assumptions
     measured: MeasuredTimes | None = None
-    notes: tuple[str, ...] = ()
+    notes: Annotated[tuple[str, ...], Field(description="a list of texts")] = ()
 
     def assumed(self, name: str) -> float:
         """Return the value of an assumption."""
         return getattr(self.assumptions, name).value
-
-
-_RECORDS = (Profile, Device, Assumptions, Assumption, MeasuredTimes, Curve)
 
 
 def profile_path(given: str) -> Path:
@@ -289,20 +273,16 @@ def read_profile(given: str | Path) -> Profile:
         raise BadProfile(f"{path}: not YAML ({str(error).splitlines()[0]})") from error
     if not isinstance(raw, dict):
         raise BadProfile(f"{path}: need keys and values")
-    known: list[str] = []
-    for record in _RECORDS:
-        known += (one.name for one in fields(record))
     try:
-        return made(Profile, raw, known)
-    except ValueError as error:
-        listed = str(error).replace("\n", "\n  ")
-        raise BadProfile(f"{path} cannot be used:\n  {listed}") from error
+        return made(Profile, raw)
+    except ConfigError as error:
+        listed = "".join(f"\n  {problem.where}: {problem.what}" for problem in error.problems)
+        raise BadProfile(f"{path} cannot be used:{listed}") from error
 
 
 def write_profile(profile: Profile, path: str | Path) -> None:
     """Write a profile as YAML, which read_profile reads to an equal one."""
     values = asdict(profile)
-    values["device"]["flops"] = dict(profile.device.flops)
     text = yaml.safe_dump(_lists(values), sort_keys=False, allow_unicode=True, width=100)
     Path(path).write_text(text, encoding="utf-8")
 

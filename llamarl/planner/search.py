@@ -24,16 +24,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
-
-from pydantic import Field
-from pydantic.dataclasses import dataclass as checked_dataclass
+from typing import Literal
 
 from llamarl.memory import GIB, SLOTS, WIDE
 from llamarl.models.config import check_sizes, read_config
 from llamarl.planner.costs import Costs, GeneratorPlan, Numerics, Split, StepWork, TrainerPlan
 from llamarl.planner.predict import Prediction, Predictor
-from llamarl.planner.profile import STRICT, Count, FromZero, Positive, Profile
+from llamarl.planner.profile import Count, FromZero, Natural, Positive, Profile
+from llamarl.words.fields import settings_dataclass
 
 LEAST_MICROBATCH = 1024  # tokens
 MOST_MICROBATCH = 1 << 17
@@ -46,7 +44,7 @@ class NothingFits(ValueError):
     """No plan fits the memory; the message says what would."""
 
 
-@checked_dataclass(frozen=True, slots=True, config=STRICT)
+@settings_dataclass
 class SearchSettings:
     """The keys of a search. None: the planner chooses, or takes a default that follows from other
     keys.
@@ -67,8 +65,8 @@ class SearchSettings:
     prompt_tokens: Positive | None = None
     completion_tokens: Positive | None = None
     length_sigma: FromZero = 0.5
-    max_lag: Annotated[int, Field(ge=0)] = 1
-    overcommit: Annotated[int, Field(ge=0)] | None = None
+    max_lag: Natural = 1
+    overcommit: Natural | None = None
 
     def work(self) -> StepWork:
         """Return the work of a step. ValueError for sizes that contradict each other."""

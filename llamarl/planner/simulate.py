@@ -22,27 +22,23 @@ import random
 import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
-from pydantic import Field
-from pydantic.dataclasses import dataclass as checked_dataclass
 
 from llamarl.comm.channel import dp_rank_of
-from llamarl.config.conversion import load_config
 from llamarl.planner.costs import Split, StepWork, Timings
-from llamarl.planner.fit import Lengths, Point, points_of, replicas_of
-from llamarl.planner.profile import STRICT, Count, FromZero, Positive, made
+from llamarl.planner.profile import Count, FromZero, Natural, Positive, made
 from llamarl.tickets.ledger import TicketLedger
+from llamarl.words.fields import settings_dataclass
 
 SHORT_S = 0.02  # a shorter wait of the trainer does not count as one: executors.trainer.SHORT_S
 WEIGHT_SLOTS = 2  # versions on their way, before a publication has to wait
 
 
-@checked_dataclass(frozen=True, slots=True, config=STRICT)
+@settings_dataclass
 class SimulationSettings:
     """The settings of a run that its time depends on, named as in conf/ where they are there, and
     seconds of its parts.
@@ -53,10 +49,10 @@ class SimulationSettings:
     """
 
     max_steps: Count = 50
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: Natural = 0
     seed: int = 0
-    max_lag: Annotated[int, Field(ge=0)] = 1
-    overcommit: Annotated[int, Field(ge=0)] | Literal["auto", "oppo", "window"] = "auto"
+    max_lag: Natural = 1
+    overcommit: Natural | Literal["auto", "oppo", "window"] = "auto"
     groups_per_step: Count = 64
     group_size: Count = 8
     num_generators: Count = 1
@@ -65,7 +61,7 @@ class SimulationSettings:
     in_flight_updates: bool | None = None
     num_workers: Count = 1
     num_trainers: Count = 1
-    prompt_tokens: Annotated[int, Field(ge=0)] = 128
+    prompt_tokens: Natural = 128
     length_mean: Positive = 256.0
     length_sigma: FromZero = 0.5
     max_new_tokens: Count = 1024
@@ -103,18 +99,12 @@ class SimulationSettings:
         rng = random.Random(f"{self.seed} reward {step}")
         return 1.0 - math.exp(-step / 50) + rng.gauss(0.0, 0.05)
 
-    def timings(self, points: Sequence[Point] = ()) -> Timings:
-        """Return the seconds. points: rows of a run, from which decode_s and update_s are drawn,
-        and whose median a prompt is read in; without them it is read in no time.
-        """
-        rng = random.Random(f"{self.seed} seconds")
-        decodes_s = [point.decode_s for point in points] or [self.decode_s]
-        updates_s = [point.train_s for point in points] or [self.update_s]
-        prefill_s = statistics.median([point.prefill_s for point in points] or [0.0])
+    def timings(self) -> Timings:
+        """Return the seconds; prompts are read in no time."""
         return Timings(
-            decode_s=lambda rows, context: rng.choice(decodes_s),
-            prefill_s=lambda tokens: prefill_s * tokens,
-            update_s=lambda completions, tokens: rng.choice(updates_s),
+            decode_s=lambda rows, context: self.decode_s,
+            prefill_s=lambda tokens: 0.0,
+            update_s=lambda completions, tokens: self.update_s,
             score_s=lambda completions: self.score_s * completions,
             publish_s=self.publish_s,
             transfer_s=self.transfer_s,
@@ -410,8 +400,6 @@ class _Simulation:
 
 # --- The command ---
 
-_DEFAULTS = {one.name: one.default for one in fields(SimulationSettings)}
-
 
 def of_plan(plan: Split, work: StepWork) -> SimulationSettings:
     """Return the settings of a plan that a search found."""
@@ -430,27 +418,6 @@ def of_plan(plan: Split, work: StepWork) -> SimulationSettings:
     )
 
 
-def of_run(run: Path, lengths: Lengths = Lengths()) -> tuple[dict[str, object], list[Point]]:
-    """Return the settings of a run that was made, by name, and its rows' times. max_lag is None if
-    the run has no bound.
-    """
-    points = points_of(run, lengths)
-    config = load_config(run / "config.yaml")
-    names = ("max_lag", "overcommit", "groups_per_step", "group_size", "max_new_tokens")
-    found = _DEFAULTS | {name: getattr(config, name) for name in names}
-    for name in ("max_slots", "chunk_tokens", "in_flight_updates"):
-        value = getattr(config.generator, name, None)
-        if value is not None:
-            found[name] = value
-    found["num_trainers"], found["num_generators"] = replicas_of(run, config)
-    found["prompt_tokens"] = round(points[0].prompt)
-    for name in ("publish_s", "swap_s"):
-        found[name] = statistics.median(getattr(point, name) for point in points)
-    found["length_mean"] = statistics.median(point.length for point in points)
-    found["score_s"] = statistics.median(one.score_s / one.completions for one in points)
-    return found, points
-
-
 def describe(result: Result) -> str:
     """Return the outcome of a simulated run, in lines for people."""
     steps_s = result.steps_s
@@ -464,10 +431,9 @@ def describe(result: Result) -> str:
     return "\n".join(lines)
 
 
-def lines_of_words(words: Sequence[str], run: Path | None = None) -> Iterator[str]:
+def lines_of_words(words: Sequence[str]) -> Iterator[str]:
     """Yield what is printed for KEY=VALUE[,VALUE] words: one run, or a table that compares the
-    values of one or two keys. run: a directory whose settings and times are taken. ValueError for
-    words that cannot be used.
+    values of one or two keys. ValueError for words that cannot be used.
     """
     options: dict[str, list[str]] = {}
     for word in words:
@@ -475,30 +441,23 @@ def lines_of_words(words: Sequence[str], run: Path | None = None) -> Iterator[st
         if not equals or not text:
             raise ValueError(f"{word}: need KEY=VALUE")
         options[key] = text.split(",")
-    base, points = (_DEFAULTS, []) if run is None else of_run(run, _lengths_of(options))
-    if base["max_lag"] is None and "max_lag" not in options:
-        raise ValueError(f"{run}: the run has max_lag=null, without a bound; give max_lag=N")
-    drawn = [key for key in options if points and key in ("decode_s", "update_s")]
-    if drawn:
-        raise ValueError(f"{drawn[0]}: --rows draws it from the run's rows; leave one of them out")
     several = [key for key, texts in options.items() if len(texts) > 1]
     if len(several) > 2:
         raise ValueError(f"several values of {', '.join(several)}: a table has two sides")
 
     def settings_of(**chosen: str) -> SimulationSettings:
-        values = base | {key: texts[0] for key, texts in options.items()} | chosen
-        return made(SimulationSettings, values, _DEFAULTS)
+        firsts = {key: texts[0] for key, texts in options.items()}
+        return made(SimulationSettings, firsts | chosen)
 
     if not several:
-        settings = settings_of()
-        yield describe(simulate(settings, settings.timings(points)))
+        yield describe(simulate(settings_of()))
         return
     down, across = several if len(several) == 2 else (several[0], "max_steps")
-    columns = options.get(across, [str(base[across])])
+    columns = options.get(across, [str(SimulationSettings().max_steps)])
     table = [[down, *(f"{across}={text}" for text in columns)]]
     for text in options[down]:
         chosen = [settings_of(**{down: text, across: column}) for column in columns]
-        table.append([text, *(_cell(settings, points) for settings in chosen)])
+        table.append([text, *map(_cell, chosen)])
     first = max(len(text) for text, *_ in table)
     width = 2 + max(max(map(len, cells)) for _, *cells in table)
     for text, *cells in table:
@@ -506,24 +465,8 @@ def lines_of_words(words: Sequence[str], run: Path | None = None) -> Iterator[st
     yield "each cell: seconds a step, mean lag / largest lag; -: not possible"
 
 
-def _lengths_of(options: Mapping[str, Sequence[str]]) -> Lengths:
-    """Return the lengths among options. ValueError for several values of one: a run's times follow
-    from them.
-    """
-    values = {}
-    for one in fields(Lengths):
-        texts = options.get(one.name, ())
-        if len(texts) > 1:
-            raise ValueError(
-                f"{one.name}: --rows takes one value, as the run's times follow from it"
-            )
-        if texts:
-            values[one.name] = texts[0]
-    return made(Lengths, values, _DEFAULTS)
-
-
-def _cell(settings: SimulationSettings, points: Sequence[Point]) -> str:
+def _cell(settings: SimulationSettings) -> str:
     if settings.problem():
         return "-"
-    result = simulate(settings, settings.timings(points))
+    result = simulate(settings)
     return f"{result.step_s:.2f} s {result.mean_lag:.1f}/{max(result.lags)}"

@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from types import UnionType
+from types import NoneType, UnionType
 from typing import (
     Annotated,
     Any,
@@ -209,7 +209,8 @@ def schemas_of(hint: object) -> tuple[type, ...]:
             return one.arms
     is_union = get_origin(bare(hint)) in (Union, UnionType)
     arms = get_args(bare(hint)) if is_union else (bare(hint),)
-    return arms if all(map(is_dataclass, arms)) else ()
+    sections = tuple(arm for arm in arms if arm is not NoneType)  # which may be left out
+    return sections if all(map(is_dataclass, sections)) else ()
 
 
 def by_kind(*schemas: type) -> dict[str, type]:

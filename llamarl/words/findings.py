@@ -224,12 +224,19 @@ def problems_of(error: ValidationError, root: type, values: Mapping[str, object]
             elif place.section not in lacking:
                 what = f"only {_chooser(place.section)}={' or '.join(having)} has it"
                 found[key] = Problem(key, what, (key,))
+        elif one["type"] == "value_error" and _is_of_one_kind(place.hint):
+            found[key] = Problem(key, str(one["ctx"]["error"]), (key,))
         elif place.section in lacking:
             problem = _too_few(place.section, section, lacking[place.section])
             found[problem.where] = problem
         else:
             found.setdefault(key, _wrong(one["type"], place, _at(values, place.key)))
     return list(found.values())
+
+
+def _is_of_one_kind(hint: Any) -> bool:
+    """Whether a hint is of a section without kinds."""
+    return bool(schemas_of(hint)) and not by_kind(*schemas_of(hint))
 
 
 def _at(values: object, path: Iterable[str]) -> object:
