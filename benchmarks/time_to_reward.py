@@ -1,16 +1,12 @@
 """A race to a held-out accuracy: the main job beside TRL's GRPO, seed by seed, on the same cores.
 
     python benchmarks/time_to_reward.py --trl-python V/bin/python [--model DIR] [--target 0.8]
-                                        [--seeds 5] [--cores 2] [--ours same|best] [--json FILE]
-                                        [overrides ...]
+                                        [--seeds 5] [--cores 2] [--json FILE] [overrides ...]
 
-same   both sides have SAME: the loss (TRL's dapo, ours grpo with normalize=tokens), batch, one
-       update a batch, optimizer, constant rate, float32, examples and evaluation. What differs is
-       what each system is: TRL generates, then trains, in one process of as many threads as there
-       are cores; ours does both at once, in a process of one thread a core, on data at most
-       one step old.
-best   ours has BEST, settings and a loss that were tuned on other seeds (0 to 2). TRL keeps SAME.
-       Not like for like.
+Both sides have SAME: the loss (TRL's dapo, ours grpo with normalize=tokens), batch, one update a
+batch, optimizer, constant rate, float32, examples and evaluation. What differs is what each system
+is: TRL generates, then trains, in one process of as many threads as there are cores; ours does both
+at once, in a process of one thread a core, on data at most one step old.
 
 Overrides go to our side alone, after those. Without --trl-python (an environment with TRL 1.16;
 none is needed for llamarl) ours runs alone.
@@ -51,15 +47,6 @@ SAME = {
     "weight_decay": 0.0,
     "max_grad_norm": 1.0,
 }
-BEST = (
-    "loss=best_of_n",
-    "groups_per_step=64",
-    "lr=7e-5",
-    "trainer.schedule=cosine",
-    "trainer.minibatches_per_step=2",
-    "trainer.compute_dtype=bfloat16",
-    "max_steps=60",
-)
 MEASURES = ("seconds", "steps", "s_per_step", "cpu_s")
 
 
@@ -127,13 +114,12 @@ def our_overrides(args: argparse.Namespace) -> list[str]:
         f"eval.every={args.eval_every}",
         f"eval.target={args.target}",
     )
-    learning = BEST if args.ours == "best" else same_overrides()
     return [
         "max_lag=1",
         "threads=1",
         f"max_steps={args.steps}",
         *measured,
-        *learning,
+        *same_overrides(),
         *args.overrides,
     ]
 
@@ -316,12 +302,7 @@ def arguments() -> argparse.Namespace:
     add("--cores", type=int, default=2, help="of each side: both are held to these")
     add("--trl-threads", type=int, help="default: as many as --cores")
     add("--trl-python", help="an interpreter that has TRL 1.16")
-    add("--ours", choices=("same", "best"), default="same")
-    add(
-        "--json",
-        type=Path,
-        help="default: time_to_reward.json or time_to_reward_best.json in benchmarks/results",
-    )
+    add("--json", type=Path, default=RESULTS / "time_to_reward.json")
     add("overrides", nargs="*", help="of our side")
     args = parser.parse_args()
     usable = sorted(os.sched_getaffinity(0))
@@ -329,8 +310,6 @@ def arguments() -> argparse.Namespace:
         parser.error(f"--cores {args.cores}: this process may use {len(usable)}")
     os.sched_setaffinity(0, usable[: args.cores])  # and so all that it starts
     args.trl_threads = args.trl_threads or args.cores
-    name = "time_to_reward.json" if args.ours == "same" else "time_to_reward_best.json"
-    args.json = args.json or RESULTS / name
     return args
 
 
@@ -367,8 +346,7 @@ def settings(args: argparse.Namespace) -> dict:
     """What was run, and on what: all that the file of results says besides the runs."""
     return {
         "benchmark": "time_to_reward",
-        "ours": args.ours,
-        "like_for_like": args.ours == "same" and not args.overrides,
+        "like_for_like": not args.overrides,
         "model": Path(args.model).name,
         "target": args.target,
         "eval_every": args.eval_every,

@@ -7,6 +7,8 @@ its own.
 
 import importlib
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -30,18 +32,8 @@ def test_train(tmp_path):
 
 
 def test_decode(tmp_path):
-    size = (
-        "--batch",
-        4,
-        "--new-tokens",
-        8,
-        "--against",
-        "transformers",
-        "--dtype",
-        "float32",
-        "--repeats",
-        1,
-    )
+    size = ("--batch", 4, "--new-tokens", 8, "--dtype", "float32", "--repeats", 1)
+    size += ("--against", "transformers")
     run("decode", "--model", TINY_MODEL, *size, "--json", tmp_path / "decode.json")
     assert "engine" in (tmp_path / "decode.json").read_text()
 
@@ -68,26 +60,12 @@ def test_growth(tmp_path):
     assert "1,000 generators" in " ".join((tmp_path / "growth.md").read_text().split())
 
 
-@pytest.mark.parametrize("ours", ["same", "best"])
-def test_time_to_reward(tmp_path, ours):
+def test_time_to_reward(tmp_path):
     """Without TRL, which is not installed with the tests: ours alone, and it says so."""
-    size = (
-        "--seeds",
-        1,
-        "--steps",
-        2,
-        "--eval-every",
-        1,
-        "--cores",
-        1,
-        "--target",
-        0.1,
-        "--ours",
-        ours,
-    )
+    size = ("--seeds", 1, "--steps", 2, "--eval-every", 1, "--cores", 1, "--target", 0.1)
     assert "skipped" in run("time_to_reward", *size, "--json", tmp_path / "found.json")
     found = json.loads((tmp_path / "found.json").read_text())
-    assert (found["summary"]["llamarl"]["reached"], found["like_for_like"]) == (1, ours == "same")
+    assert (found["summary"]["llamarl"]["reached"], found["like_for_like"]) == (1, True)
 
 
 def test_streaming(tmp_path):
@@ -138,3 +116,26 @@ def test_the_calculators_teacher_is_poor_and_never_shows_held_out_sums(tmp_path,
         first, second = map(int, row["prompt"].split("  ")[1].rstrip("=").split("+"))
         right += row["completion"] == str(first + second)
     assert 0.5 < right / len(gone_on) < 0.9  # without a carry the poor way is right too
+
+
+def test_a_rehearsal_on_a_cpu_runs_every_stage(tmp_path):
+    said = run("gpu", "--rehearse", "--out", tmp_path)
+    result = json.loads((tmp_path / "gpu.json").read_text())
+    assert [one["state"] for one in result["stages"]] == ["done"] * 7, said
+    assert all(one["figures"] for one in result["stages"])
+    of_tests = result["stages"][0]["figures"]
+    assert of_tests["passed"] > 40 and "skipped" not in of_tests
+    assert (tmp_path / "gpu.md").read_text().startswith("# A rehearsal on a CPU\n")
+
+
+@pytest.mark.bitwise("a synchronous run is the same every time")
+def test_kept_runs_find_another_rate_and_nothing_else(tmp_path):
+    program = str(ROOT / "benchmarks" / "kept_runs.py")
+    command = [sys.executable, program, "HEAD", "--only", "one process"]
+    given = {"stdout": subprocess.PIPE, "text": True, "timeout": 600}
+    done = subprocess.run([*command, "--folder", str(tmp_path)], **given)
+    assert done.returncode == 0 and "kept" in done.stdout, done.stdout
+    done = subprocess.run([*command, "--here-only", "lr=1e-2"], **given)
+    assert done.returncode == 1 and "values differ" in done.stdout, done.stdout
+    # The first step is made with the weights of the start.
+    assert "step 1," not in done.stdout and "step 2, completion/length_mean: base" in done.stdout

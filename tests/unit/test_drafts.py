@@ -48,20 +48,6 @@ def test_half_a_piece_is_dropped(draft_of):
     assert second.file.read_text() == "one\ntwo\n"
 
 
-def test_an_empty_piece_is_of_the_process_that_began_it(draft_of):
-    first = draft_of()
-    first.add("", {"lines": 0})
-    first.close()
-    second = draft_of(about={"what": 2})
-    assert second.notes == {"lines": 0} and second.about == {"what": 1}
-
-
-def test_a_draft_without_a_piece_is_begun_again(draft_of):
-    draft_of().close()
-    second = draft_of(about={"what": 2})
-    assert second.notes == {} and second.about == {"what": 2}
-
-
 def test_a_new_draft_forgets_the_old_one(draft_of):
     first = draft_of()
     first.add("one\n", {"lines": 1})
