@@ -492,6 +492,15 @@ def test_beyond_the_bound_a_batch_is_completed_with_groups_that_do_not_teach():
     assert build_ledger().finish([], {}) == []
 
 
+def test_groups_that_were_given_back_are_counted_once_after_a_resume_with_more_trainer_ranks():
+    ours = build_ledger(max_refill=2)
+    ours.start(6, 0)
+    assert ours.finish([0, 1, 2], dict.fromkeys(range(3), EQUAL)) == [0, 1, 2]
+    again = build_ledger(max_refill=2, num_pools=2)
+    again.load_state_dict(json.loads(json.dumps(ours.state_dict())))
+    assert [len(of_pool) for of_pool in again.state_dict()["given_back"]] == [2, 1]
+
+
 @pytest.mark.parametrize("overcommit", [0, 4, 40])
 def test_room_is_the_number_of_tickets_that_start(overcommit):
     ledger = build_ledger(groups_per_step=12, overcommit=overcommit, num_pools=4, max_steps=2)
