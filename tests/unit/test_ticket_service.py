@@ -97,6 +97,18 @@ def test_trainers_are_told_which_groups_are_given_back_and_generators_that_there
     assert (row["tickets/given_back"], row["groups/kept_equal"]) == (1, 0)
 
 
+@pytest.mark.parametrize("truncate", [True, False])
+def test_a_straggler_that_alone_holds_up_its_last_step_is_ordered_to_end_once(truncate):
+    desk = lone_desk(truncate=truncate)
+    desk.ask(0, 6, version=0)
+    desk.finish([1, 2, 3, 4])
+    assert desk.take(0) == [1, 2, 3, 4]
+    assert indices(desk.ask(0, 10, version=1)) == [6, 7, 8, 9]
+    desk.finish([5, 6, 7, 8])
+    assert desk.take(1) is None and desk.to_truncate() == [0] * truncate
+    assert desk.take(1) is None and desk.to_truncate() == []
+
+
 def test_stragglers_are_named_in_the_log_once_with_generator_and_seconds(monkeypatch, caplog):
     now = [0.0]
     monkeypatch.setattr("llamarl.tickets.service._SHOWN", 5)

@@ -206,7 +206,10 @@ class Tickets(RuleBasedStateMachine):
         while sum([self.start(number, 100) for number in range(len(self.held))]):
             pass
         deadline = NEVER if self.max_lag is None else self.step + self.max_lag
-        if self.max_lag != 0:
+        # Shares are of `room`, which is less than the room of all pools where a resume on other
+        # ranks left more in one of them than would start there.
+        is_counted = len(self.held) == 1 or self.ledgers[0].room
+        if self.max_lag != 0 and is_counted:
             assert not any(self.may_start(index, deadline) for index in range(self.dp_ranks))
 
     @rule(number=st.integers(0, 2), behind=st.integers(0, 1))
