@@ -220,7 +220,8 @@ def test_scores_have_the_same_bits_on_every_rank_whatever_was_read_ahead(answers
     for name in TOPOLOGIES:
         said = answers[0][name][1]
         assert said["ahead"] == said["at once"], name
-        assert all(answer[name][1] == said for answer in answers)
+        for answer in answers:
+            assert answer[name][1] | {"held": said["held"]} == said
 
 
 def test_each_rank_holds_its_share(theirs, answers):
