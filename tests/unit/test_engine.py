@@ -235,7 +235,7 @@ def test_rows_that_ended_but_were_not_yet_taken_out_do_not_lengthen_the_cache(wa
 
 
 def test_the_cache_grows_under_running_rows_and_a_full_engine_still_scores(way):
-    e = engine(max_slots=3)
+    e = engine(max_slots=3, cache_tokens=3 * 48)  # whole blocks
     e.submit(0, PROMPTS[0], SamplingParams(13))
     e.step(4)
     e.submit(1, PROMPTS[3], SamplingParams(32, n=2))
