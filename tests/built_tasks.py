@@ -18,9 +18,10 @@ NAMES = {
     "hf_dataset": "Rows",
     "gsm8k": "GSM8K",
     "reasoning_gym": "ReasoningGym",
-    "python": "Python",
+    "python": "PythonTask",
     "environment": "Environment",
 }
+HELD_OUT = {"jsonl": "File", "hf_dataset": "File", "gsm8k": "GSM8KFile", "environment": "Played"}
 PLAY = sections.PlaySettings(
     max_turns=8,
     max_turn_tokens=None,
@@ -46,10 +47,15 @@ DEFAULTS = {
 }
 
 
-def settings_of(kind: str, form: str = "", **given: object) -> Any:
-    """Return the settings of a kind. form: "" for a whole task, or Set."""
-    name = NAMES[kind] + ("Task" if kind == "python" and not form else "")
-    record = getattr(sections, f"{name}{form}Settings")
+def set_of(kind: str, *, num_prompts: int, **given: object) -> sections.EvalSetSettings:
+    """Return the settings of a set of held-out prompts."""
+    prompts = settings_of(kind, HELD_OUT.get(kind, NAMES[kind]), **given)
+    return sections.EvalSetSettings(prompts=prompts, num_prompts=num_prompts)
+
+
+def settings_of(kind: str, name: str = "", **given: object) -> Any:
+    """Return the settings of a kind. name: of their record; "": a whole task's."""
+    record = getattr(sections, f"{name or NAMES[kind]}Settings")
     fields = get_type_hints(record)
     for key in ("path", "eval_path"):
         if given.get(key) is not None:

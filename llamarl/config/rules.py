@@ -127,13 +127,13 @@ def _find_files(c: Config, found: Findings) -> None:
     for name in ("path", "eval_path"):
         found.add_unless_file(getattr(c.task, name, None), f"task.{name}")
     for name, one in c.eval.sets.items():
-        found.add_unless_file(getattr(one, "path", None), f"eval.sets.{name}.path")
+        found.add_unless_file(getattr(one.prompts, "path", None), f"eval.sets.{name}.path")
 
 
 def _facts(c: Config) -> RunFacts:
     """Return the values that the settings of scorers must go together with."""
     asked: dict[str, object] = {"task": c.task}
-    asked |= {f"{EVAL_SETS}.{name}": one for name, one in c.eval.sets.items()}
+    asked |= {f"{EVAL_SETS}.{name}": one.prompts for name, one in c.eval.sets.items()}
     unanswered = []
     for section, rows in asked.items():
         if isinstance(rows, FileSettings) and rows.answer_key is None:

@@ -33,8 +33,8 @@ from llamarl.config.sections.run import (
     RunSettings,
 )
 from llamarl.config.sections.task import (
-    AnyPromptSettings,
     AnyTaskSettings,
+    HeldOutTaskSettings,
     MixtureSettings,
     PlayedSettings,
 )
@@ -101,14 +101,14 @@ class Config(RunSettings):
         return found
 
     @property
-    def _prompts_of(self) -> dict[str, AnyPromptSettings]:
+    def _prompts_of(self) -> dict[str, AnyTaskSettings | HeldOutTaskSettings]:
         """All settings of prompts, trained on or held out, by their sections."""
-        found: dict[str, AnyPromptSettings] = {"task": self.task}
+        found: dict[str, AnyTaskSettings | HeldOutTaskSettings] = {"task": self.task}
         if isinstance(self.task, MixtureSettings):
             for name, part in self.task.parts.items():
                 found[f"{TASK_PARTS}.{name}"] = part.prompts
         for name, one in self.eval.sets.items():
-            found[f"{EVAL_SETS}.{name}"] = one
+            found[f"{EVAL_SETS}.{name}"] = one.prompts
         return found
 
     @property

@@ -33,9 +33,9 @@ from dataclasses import dataclass
 
 from llamarl.config.sections.task import (
     AdditionSettings,
-    AnyEvalSetSettings,
     AnyTaskSettings,
     EnvironmentSettings,
+    EvalSetSettings,
     FactsSettings,
     FileSettings,
     GSM8KFileSettings,
@@ -81,28 +81,28 @@ class TaskBuilder:
             return self._mixture(settings, num_eval)
         return self._single(settings, num_eval=num_eval)
 
-    def held_out(self, task: Task, num_own: int, sets: Mapping[str, AnyEvalSetSettings]) -> HeldOut:
+    def held_out(self, task: Task, num_own: int, sets: Mapping[str, EvalSetSettings]) -> HeldOut:
         """Return the held-out prompts of a task, at most num_own, and those of eval.sets."""
         tasks = {}
         counts = {OWN: num_own}
-        for name, settings in sets.items():
-            counts[name] = settings.num_prompts
+        for name, one in sets.items():
+            counts[name] = one.num_prompts
             try:
                 tasks[name] = self._single(
-                    settings, num_eval=settings.num_prompts, keeps_turns=True, trains=False
+                    one.prompts, num_eval=one.num_prompts, keeps_turns=True, trains=False
                 )
             except ValueError as error:
                 raise ValueError(f"eval.sets.{name}: {error}") from error
             if not tasks[name].num_eval:
                 raise ValueError(
                     f"eval.sets.{name}: has no held-out prompts of at most max_prompt_tokens="
-                    f"{settings.max_prompt_tokens}; give it other rows, or raise that"
+                    f"{one.prompts.max_prompt_tokens}; give it other rows, or raise that"
                 )
         if tasks:
             trained = {"the task": task}
             if isinstance(task, MixtureTask):
                 trained = {f"task.parts.{name}": part for name, part in task.parts.items()}
-            asked = {f"eval.sets.{name}": one for name, one in tasks.items()}
+            asked = {f"eval.sets.{name}": held for name, held in tasks.items()}
             warn_of_shared(trained, asked, self.remembered)
         return HeldOut(task, tasks, counts)
 
@@ -161,7 +161,9 @@ class TaskBuilder:
                     max_prompt_tokens=settings.max_prompt_tokens,
                 )
                 if settings.path is None:
-                    return maker.own_task(num_train=settings.num_prompts, num_eval=num_eval)
+                    own = isinstance(settings, EnvironmentSettings)
+                    num_train = settings.num_prompts if own else num_eval
+                    return maker.own_task(num_train=num_train, num_eval=num_eval)
         train, held_out, default_reward = self._rows(settings)
         return rows_task(
             settings.kind,

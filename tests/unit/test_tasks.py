@@ -28,7 +28,7 @@ from llamarl.tasks.base import PromptMaker
 from llamarl.tasks.files import read_jsonl
 from llamarl.tasks.list_task import hold_out
 from llamarl.tasks.rewards import exact_match, final_number, numeric_match, reasoning_gym_score
-from tests.built_tasks import NAMES, build_task, settings_of
+from tests.built_tasks import NAMES, build_task, set_of
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}{% if "
@@ -294,7 +294,7 @@ def test_a_set_whose_prompts_are_trained_on_is_told(tmp_path, caplog, is_mixture
         told = "task.parts.b: 2 of 3 held-out rows have a prompt that task.parts.a trains on"
     else:
         task = build_task("jsonl", CharTokenizer(), path=trained, eval_path=own)
-        one = settings_of("jsonl", "Set", path=file, num_prompts=3, max_prompt_tokens=100)
+        one = set_of("jsonl", path=file, num_prompts=3, max_prompt_tokens=100)
         launch_tasks.TaskBuilder(CharTokenizer()).held_out(task, 1, {"e": one})
         told = "eval.sets.e: 2 of 3 held-out rows have a prompt that the task trains on"
     assert told in caplog.text

@@ -17,7 +17,7 @@ from llamarl.tasks.environment import TurnTokens
 from llamarl.tasks.environment_class import schema_of
 from llamarl.tasks.special import special_tokens
 from llamarl.types import Message, Prompt
-from tests.built_tasks import build_task, settings_of
+from tests.built_tasks import build_task, set_of
 from tests.made_tokenizers import CHATML, FORGETFUL, INJECTION, byte_level
 
 TOOLLESS = (
@@ -172,8 +172,8 @@ def test_the_first_token_of_dialogues_that_make_their_own_messages_is_the_templa
 def test_a_set_of_an_environment_asks_the_rows_of_its_file(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "12"}\n{"prompt": "3"}\n')
-    settings = settings_of(
-        "environment", "Set", environment="tests.games:Shop", path=file, chat=False, num_prompts=2
+    settings = set_of(
+        "environment", environment="tests.games:Shop", path=file, chat=False, num_prompts=2
     )
     tokenizer = load_tokenizer(tiny_directory())
     task = build_task("addition", tokenizer, chat=False)

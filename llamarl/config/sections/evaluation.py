@@ -5,11 +5,12 @@ together there.
 from __future__ import annotations
 
 import re
+from typing import Annotated
 
 from llamarl.config.files import EVAL_SETS
-from llamarl.config.sections.task import AnyEvalSetSettings
+from llamarl.config.sections.task import EvalSetSettings
 from llamarl.words.choices import OWN_COLUMNS, START
-from llamarl.words.fields import AnyText, Flag, Natural, Number, Text, marked, settings_dataclass
+from llamarl.words.fields import AnyText, ByKind, Flag, Natural, Number, Text, marked, settings_dataclass
 from llamarl.words.findings import Findings, Problem
 
 # A set's name is part of names of metrics and of keys of the command line.
@@ -26,7 +27,7 @@ class EvalSettings:
     """Completions of a held-out prompt that are sampled as in training, for pass@k; 0: the
     greedy one alone.
     """
-    sets: dict[str, AnyEvalSetSettings] = marked("data")
+    sets: dict[str, Annotated[EvalSetSettings, ByKind()]] = marked("data")
     """More held-out prompts by names of your own, with columns eval/NAME/...: name -> kind,
     num_prompts (eval.num_prompts if not given) and the keys of that kind. All rows of its path
     are held out; of a dataset's directory, those of its test or validation split if it has one

@@ -160,16 +160,14 @@ class PlayedSettings(TaskSettings):
     """JSON lines, whose rows the environment is reset with; null: it makes its own prompts."""
     prompt_key: AnyText
     """Key of a row's prompt: a text, or a list of messages whose last is the user's."""
-    num_prompts: Count
-    """Prompts of an environment that makes its own; then they are asked again. Of a set:
-    prompts that are asked.
-    """
     play: PlaySettings
     """How dialogues go."""
 
 
 @settings_dataclass
 class EnvironmentSettings(PlayedSettings):
+    num_prompts: Count
+    """Prompts of an environment that makes its own; then they are asked again."""
     eval_path: AnyText | None
     """Held-out rows; null: a fixed random tenth of path. At most eval.num_prompts are asked."""
 
@@ -215,6 +213,26 @@ class MixtureSettings:
 
 AnyTaskSettings = Annotated[OneTaskSettings | MixtureSettings, ByKind()]
 
+HeldOutTaskSettings = (
+    AdditionSettings
+    | FactsSettings
+    | QuestionsSettings
+    | OnePromptSettings
+    | FileSettings
+    | GSM8KFileSettings
+    | ReasoningGymSettings
+    | PythonTaskSettings
+    | PlayedSettings
+)
+
+
+@settings_dataclass
+class EvalSetSettings:
+    """A set of held-out prompts: the keys of a task without training rows, and how many are asked."""
+
+    prompts: Annotated[HeldOutTaskSettings, ByKind(), Flat()]
+    num_prompts: Count
+
 
 def find_environment(
     task: PlayedSettings,
@@ -255,65 +273,3 @@ def find_environment(
             f"{section}.eval_path",
             f"{section}.path",
         )
-
-
-@settings_dataclass
-class AdditionSetSettings(AdditionSettings):
-    num_prompts: Count
-
-
-@settings_dataclass
-class FactsSetSettings(FactsSettings):
-    num_prompts: Count
-
-
-@settings_dataclass
-class QuestionsSetSettings(QuestionsSettings):
-    num_prompts: Count
-
-
-@settings_dataclass
-class OnePromptSetSettings(OnePromptSettings):
-    num_prompts: Count
-
-
-@settings_dataclass
-class RowsSetSettings(FileSettings):
-    num_prompts: Count
-
-
-@settings_dataclass
-class GSM8KSetSettings(GSM8KFileSettings):
-    num_prompts: Count
-
-
-@settings_dataclass
-class ReasoningGymSetSettings(ReasoningGymSettings):
-    num_prompts: Count
-
-
-@settings_dataclass
-class PythonSetSettings(PythonTaskSettings):
-    num_prompts: Count
-
-
-@settings_dataclass
-class EnvironmentSetSettings(PlayedSettings):
-    pass
-
-
-AnyEvalSetSettings = Annotated[
-    (
-        AdditionSetSettings
-        | FactsSetSettings
-        | QuestionsSetSettings
-        | OnePromptSetSettings
-        | RowsSetSettings
-        | GSM8KSetSettings
-        | ReasoningGymSetSettings
-        | PythonSetSettings
-        | EnvironmentSetSettings
-    ),
-    ByKind(),
-]
-AnyPromptSettings = AnyTaskSettings | AnyEvalSetSettings
