@@ -176,19 +176,6 @@ def test_where_all_are_errors_there_is_no_figure(evaluate):
     assert {line["score"] for line in done.lines} == {None}
 
 
-def test_the_directory_of_the_lines_is_made(evaluate):
-    done = evaluate(
-        tiny_directory(),
-        "num_prompts=2",
-        "samples=0",
-        "max_new_tokens=1",
-        out="nodir/deep/x.jsonl",
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.lines
-    assert len(lines) == 2
-
-
 def test_lines_that_cannot_be_written_are_said_before_anything_is_answered(
     recipe, tmp_path, capsys, monkeypatch
 ):
@@ -244,7 +231,6 @@ PARTS = ("reward=parts", "reward.parts.a.kind=function", "reward.parts.a.fn=m:f"
     "of_the_run, section, name, value",
     [
         (PARTS, "reward", "max_error_rate", 0.9),
-        (("task=reasoning_gym", "task.options.max_digits=1"), "task", "max_prompt_tokens", 9),
         ((r"task.system_prompt='pay \${5}'",), "task", "max_prompt_tokens", 9),
     ],
 )
@@ -260,7 +246,7 @@ def test_a_key_of_a_section_leaves_the_kind_of_the_run(
     assert getattr(config, section) == changed
 
 
-@pytest.mark.parametrize("name, value", [("timeout_s", 9.0), ("url", "http://127.0.0.1:8001/v1")])
+@pytest.mark.parametrize("name, value", [("url", "http://127.0.0.1:8001/v1")])
 def test_a_key_of_a_scorer_leaves_its_kind(recipe, tmp_path, name, value):
     own = compose_config(list(JUDGE))
     save_config(own, tmp_path / "config.yaml")
@@ -289,12 +275,8 @@ def test_another_kind_leaves_nothing_of_the_runs(recipe, tmp_path, of_the_run, g
     "words, complaint",
     [
         (["model.path=nowhere"], "nowhere: neither a Hugging Face directory"),
-        ([f"model.path={ROOT}"], "neither a Hugging Face directory"),
-        ([], "required: set model.path=DIR"),
         ([TINY, "num_prompts=0"], "num_prompts=0   need a whole number of at least 1"),
-        ([TINY, "samples=-1"], "samples=-1   need a whole number of at least 0"),
         ([TINY, "max_new_tokns=3"], "did you mean max_new_tokens"),
-        ([TINY, "num_promts=3"], "did you mean num_prompts"),
         ([TINY, "reward.fn=nowhere:score"], "nowhere"),
         ([TINY, "max_new_tokens=100000"], "the model's context is"),
         ([TINY, "against=x.jsonl"], "a judge must compare the two; eval.gold=DIR"),
@@ -319,10 +301,6 @@ def test_a_damaged_checkpoint_is_named(recipe, synchronous_run, tmp_path, capsys
     weights.write_bytes(weights.read_bytes()[:-4] + b"spam")
     assert recipe.main([f"model.path={step}"]) == BAD_INPUT
     assert "hf/model.safetensors: its contents have changed" in capsys.readouterr().err
-
-
-def test_a_directory_of_transformers_is_taken_as_it_is(recipe):
-    assert evaluated.find_model(tiny_directory()) == (tiny_directory(), None)
 
 
 def test_the_directory_of_a_supervised_job_is_evaluated_by_the_command_line_alone(recipe, tmp_path):

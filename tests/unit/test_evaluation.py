@@ -20,13 +20,6 @@ def test_pass_at_k_is_the_mean_best_of_every_choice_of_k(scores, data):
     assert pass_at_k(scores, k) == pytest.approx(sum(map(max, choices)) / len(choices))
 
 
-@given(st.integers(1, 200), st.data())
-def test_pass_at_k_of_right_and_wrong_is_the_papers_estimator(n, data):
-    right, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
-    expected = 1 - math.comb(n - right, k) / math.comb(n, k)
-    assert pass_at_k([1.0] * right + [0.0] * (n - right), k) == pytest.approx(expected)
-
-
 def test_pass_at_k_by_hand_and_out_of_range():
     assert pass_at_k([1, 0, 0, 0], 2) == 0.5  # three of six pairs hold the right one
     assert pass_at_k([0.0] * 600 + [1.0] * 600, 600) == pytest.approx(1.0)
@@ -137,7 +130,7 @@ def test_an_evaluation_of_errors_alone_has_no_mean():
     }
 
 
-@pytest.mark.parametrize("score", [0.5, -1.0, 7.0])
+@pytest.mark.parametrize("score", [0.5])
 def test_the_mean_of_scores_other_than_0_and_1_is_no_accuracy_and_stays_none(score):
     book = Book(own_set(2))
     rows = []
@@ -190,15 +183,3 @@ def test_each_set_has_figures_of_its_own_once_all_are_whole():
         "eval/b/errors": 1,
         "eval/b/length_mean": 6.0,
     }
-
-
-def test_a_set_of_errors_alone_leaves_the_others_their_means():
-    sets = (EvalSet("", 0, 1), EvalSet("a", APART, 2))
-    book = Book(sets)
-    book.add(0, 0, scored(1.0))
-    for number in (APART, APART + 1):
-        book.add(number, 0, error("no answer"))
-    found = book.metrics()
-    assert found["eval/accuracy"] == 1.0 and "eval/left_out" not in found
-    assert found["eval/a/left_out"] == 2 and found["eval/a/left_out_reason"] == "no answer"
-    assert "eval/a/reward" not in found

@@ -75,7 +75,7 @@ CALLS = st.builds(
 SAID = st.lists(TEXTS | FLOODED | CALLS | ARGUMENTS, max_size=3).map("".join)
 
 
-@numbers_of_examples(150, 4000)
+@numbers_of_examples(50, 4000)
 def test_a_turn_is_calls_that_travel_as_json_or_cannot_be_read(examples):
     @settings(max_examples=examples)
     @given(SAID)
@@ -103,7 +103,7 @@ def words_by_expression(text):
     return [(found.group(1) or "", re.findall(r"[^\s,]+", found.group(2)))]
 
 
-@numbers_of_examples(200, 2000)
+@numbers_of_examples(60, 2000)
 def test_calls_of_words_are_those_of_the_expression_that_describes_them(examples):
     @settings(max_examples=examples)
     @given(st.text("ab_1é-,? \n\x1f", max_size=8))
@@ -257,7 +257,7 @@ def played(kind, policy, answers, *, read="json", is_own=True, turns=None):
         dialogues.hear(key, had)
 
 
-@numbers_of_examples(25, 1000)
+@numbers_of_examples(10, 1000)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_dialogue_of_any_texts_ends_by_itself(kind, examples):
     @settings(max_examples=examples)
@@ -275,7 +275,7 @@ def test_a_dialogue_of_any_texts_ends_by_itself(kind, examples):
     check()
 
 
-@numbers_of_examples(50, 1000)
+@numbers_of_examples(20, 1000)
 def test_an_answer_that_left_its_worker_can_always_be_encoded(examples):
     encode = partial(KINDS["chat"][0].encode, add_special_tokens=False)
 

@@ -245,7 +245,7 @@ class Watched(Run):
             assert room <= 0 or not any(self.free), (self.on_way, self.free)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(overcommit=st.sampled_from(["auto", "auto", 0, 3, 8]), **SETTINGS)
 def test_however_slow_a_station_is_lag_is_what_is_on_its_way_over_what_arrives(overcommit, **given):
     run = Watched(overcommit=overcommit, **given)
@@ -265,7 +265,7 @@ def test_however_slow_a_station_is_lag_is_what_is_on_its_way_over_what_arrives(o
         assert all(brought[pool] >= quarter for pool in range(run.pools))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(overcommit=st.sampled_from(["auto", 0, 8]), **{**SETTINGS, "jitter": st.just(False)})
 def test_in_order_fewer_groups_arrive_before_each_than_may_be_on_their_way(overcommit, **given):
     run = Watched(overcommit=overcommit, **given)
@@ -278,7 +278,13 @@ def test_in_order_fewer_groups_arrive_before_each_than_may_be_on_their_way(overc
         assert between <= run.limit - 1
 
 
-@pytest.mark.parametrize("scorer", [1, 8, 100])
+@pytest.mark.parametrize(
+    "scorer",
+    [
+        1,
+        8,
+    ],
+)
 def test_a_slow_scorer_makes_a_run_slower_and_never_older(scorer):
     """A generator of 1 s for 16 groups at a time, steps of 2 s of 8 groups each, one scorer of so
     many seconds a group: what 16 groups on their way cost is 8 steps, where each brings two.

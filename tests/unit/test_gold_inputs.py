@@ -12,7 +12,7 @@ from tests.unit.refusals import complaint, job, refusal
 
 
 @pytest.mark.parametrize("key", ["eval.gold=module:function", f"eval.base={tiny_directory()}"])
-@pytest.mark.parametrize("never", ["eval.every=0", "eval.num_prompts=0"])
+@pytest.mark.parametrize("never", ["eval.every=0"])
 def test_what_would_judge_nothing_is_said(key, never):
     said = complaint(key, never)
     assert "nothing is evaluated; eval.every=10 eval.num_prompts=500, or eval." in said

@@ -79,14 +79,10 @@ def test_a_longer_prompt_of_a_set_has_room_in_the_engine_and_none_in_training(ro
     "sets, what",
     [
         ("{a: {kind: additoin}}", "eval.sets.a.kind=additoin"),
-        ("{a: {kind: mixture}}", "eval.sets.a.kind=mixture"),
         ("{a: {kind: jsonl}}", "required: set eval.sets.a.path"),
         ("{a: {kind: jsonl, path: nowhere.jsonl}}", "no such file: nowhere.jsonl"),
-        ("{a: {kind: addition, num_prompts: 0}}", "eval.sets.a.num_prompts=0"),
         ("{a: {kind: addition, weight: 1}}", "eval.sets.a.weight"),
         ("{a b: {kind: addition}}", "a set's name has letters"),
-        ("{1a: {kind: addition}}", "a set's name has letters"),
-        ("{a/b: {kind: addition}}", "a set's name has letters"),
         ("{accuracy: {kind: addition}}", "eval/accuracy is a metric of the task's own"),
     ],
 )
@@ -142,13 +138,6 @@ def test_prompts_are_numbered_set_after_set_and_share_no_random_numbers(rows):
     }
     assert job.inputs.eval_prompts[0].meta.keys() == {"answer"}
     assert set_of(job.inputs.eval_sets, APART + 1).name == "sums"
-
-
-def test_how_many_are_asked_of_one_set_moves_no_other(rows):
-    few = job_of("eval.num_prompts=3", sets=two_sets(rows)).inputs.eval_prompts
-    more = job_of("eval.num_prompts=4", sets=two_sets(rows)).inputs.eval_prompts
-    assert few.keys() < more.keys()
-    assert all(more[number].text == prompt.text for number, prompt in few.items())
 
 
 def test_a_set_without_prompts_that_fit_is_told(rows):

@@ -19,7 +19,7 @@ def played(number, guesses):
     return said, reward
 
 
-@pytest.mark.parametrize("number", range(1, HigherLower.LARGEST + 1))
+@pytest.mark.parametrize("number", [1, 6, HigherLower.LARGEST])
 def test_every_number_is_found_by_halves(number):
     low, high = 1, HigherLower.LARGEST
     game = HigherLower()

@@ -88,7 +88,7 @@ def test_nothing_is_computed_where_nothing_was_begun():
     assert not judges.is_computing
 
 
-@pytest.mark.parametrize("counts", [(3,), (2, 1), (1, 4, 2)])
+@pytest.mark.parametrize("counts", [(1, 4, 2)])
 def test_spans_are_those_of_sets_one_after_another(counts):
     sets = [EvalSet(str(i), i * APART, count) for i, count in enumerate(counts)]
     numbers = list(range(sum(counts)))

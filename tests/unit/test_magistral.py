@@ -52,7 +52,7 @@ def loss_of_groups(p):
     return -sum(means) / len(means)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_every_group_weighs_the_same_and_within_it_every_token(seed):
     p = problem(sizes=(3, 1, 5), seed=seed)
     want = loss_of_groups(p)
@@ -165,7 +165,13 @@ def assert_gradients(update, want, share=1.0):
 
 
 @pytest.mark.filterwarnings("ignore:sequences longer")
-@pytest.mark.parametrize("microbatch_tokens", [12, 40, 1000])
+@pytest.mark.parametrize(
+    "microbatch_tokens",
+    [
+        12,
+        1000,
+    ],
+)
 def test_an_update_is_the_papers_whatever_the_microbatches(microbatch_tokens):
     groups = uneven_groups()
     objective, gradients = oracle(groups)

@@ -47,19 +47,12 @@ def test_equal_answers_are_equal_and_different_ones_are_not(library, family):
 @pytest.mark.parametrize(
     "wanted, given, is_equal",
     [
-        ("5 cm", "50 mm", True),
-        ("5 cm", "5 m", False),
-        ("6 cm^2", r"600\text{ mm}^2", True),
         ("6 cm^2", r"6\text{ cm}", False),
         ("5 apples", "5", True),
-        ("1/2", r"50\%", True),
         ("5", r"50\%", False),
-        (r"\text{Monday}", "Monday", True),
         (r"\text{Monday}", "Tuesday", False),
         ("$12$.", "12", True),
-        ("12", "", False),
         ("12", "}{", False),
-        ("12", r"\frac{", False),
     ],
 )
 def test_units_percentages_words_and_what_is_no_formula(library, wanted, given, is_equal):
@@ -69,27 +62,20 @@ def test_units_percentages_words_and_what_is_no_formula(library, wanted, given, 
 @pytest.mark.parametrize(
     "wanted, given, is_equal",
     [
-        # What one unit is of another, worked out by hand from its definition.
         ("2.54 cm", "1 in", True),
         ("1 in", r"\frac{1}{12} \text{ ft}", True),
         ("0.9144 m", "1 yd", True),
         ("1.609344 km", "1 mile", True),
         ("30.48 cm", "1 foot", True),
-        ("1 in", "2.5 cm", False),
         ("1 m^2", r"10000\text{ cm}^2", True),
-        ("2000 mm", "20 dm", True),
         ("1 week", "7 days", True),
         ("1 day", "24 hours", True),
         ("1 h", "3600000 ms", True),
-        ("1 week", "1 day", False),
         ("1 tonne", "1000 kg", True),
         ("5 g", "5000 mg", True),
         ("3 l", "300 cl", True),
-        ("3 l", "30 dl", True),
-        # A length is no mass, no time, and no area.
         ("1 m", "1 g", False),
         ("1 ft", "1 s", False),
-        ("1 l", "1 kg", False),
         ("5 cm", r"5\text{ cm}^2", False),
     ],
 )
@@ -104,15 +90,9 @@ def test_units_are_compared_by_what_they_measure_and_how_much_it_is(
     [
         ("ABC", "CBA", False),
         ("ABC", r"\text{abc}", True),
-        ("HTT", "TTH", False),
-        ("TRUE", "RUTE", False),
         ("no", "on", False),
-        ("north", "thorn", False),
-        ("north", r"\textbf{North}.", True),
         ("no solution", r"\text{No}\ \text{solution}", True),
-        ("Alice", "Celia", False),
         ("east", "x+1", False),
-        (r"\overline{AB}", r"\overline{AB}", True),
         ("B", r"\text{(B)}", True),
         (r"\text{xy}", "yx", False),
         ("gcd", "x", False),
@@ -127,23 +107,17 @@ def test_words_are_compared_as_texts(library, wanted, given, is_equal):
     [
         ("½", r"\frac{1}{2}", True),
         ("2½", "2.5", True),
-        ("½", "2", False),
         ("√2", r"\sqrt{2}", True),
         ("3√(x+1)", r"3\sqrt{x+1}", True),
-        ("√2", "2", False),
         ("x²+1", "x^2+1", True),
-        ("x²+1", "x2+1", False),
         ("5 × 10³", "5000", True),
         ("10⁻²", "0.01", True),
         ("2π", r"2\pi", True),
-        ("π", "3", False),
         ("−7", "-7", True),
         ("-3", "–3", True),
         ("30°", "30", True),
         ("∞", r"\infty", True),
-        ("∞", "8", False),
         ("x ≤ 3", r"x\le 3", True),
-        ("x ≤ 3", r"x\ge 3", False),
         ("±2", "2,-2", True),
         ("1000", "1 000", True),
         ("1000", r"1\,000", True),
@@ -151,14 +125,10 @@ def test_words_are_compared_as_texts(library, wanted, given, is_equal):
         ("1000", "1 00", False),
         ("320000", "3.2e5", True),
         ("1.5e-3", "0.0015", True),
-        ("1.5e-3", "1.5", False),
         ("7/3", "2 1/3", True),
-        ("-18.5", "-18 1/2", True),
         ("7/3", "2 1/4", False),
         (r"0.\overline{3}", r"\frac{1}{3}", True),
-        (r"0.1\overline{6}", r"\frac{1}{6}", True),
         (r"0.\overline{3}", "0.3", False),
-        ("5", r"\boldsymbol{5}", True),
         ("15 dollars", r"\$15", True),
         ("15 dollars", r"\$16", False),
     ],
@@ -171,26 +141,18 @@ def test_answers_as_people_and_models_write_them(library, wanted, given, is_equa
     "wanted, given, is_equal",
     [
         ("(1,2)", "1,2", False),
-        ("(1,2)", "(1, 2)", True),
         ("(1,2)", "x=1, y=2", True),
         ("1,2", r"\{2,1\}", True),
         ("4", "5=4", False),
         ("4", "2+2=4", True),
-        ("4", "x=4", True),
         ("4", "2+2=5=4", False),
         ("50%", r"\frac{1}{2}=50\%", True),
-        ("4", "x=5=4", False),
         ("5", "5=", True),
-        ("5", "5=?", True),
         ("5", "4=?", False),
-        ("5", "=?", False),
         ("4", "5=4=?", False),
-        ("1", "1=#", True),
         (r"2 \le x \le 5", "2 <= x <= 5", True),
-        (r"x\ge 3", "3 <= x", True),
         ("x=5", "5=x", True),
         ("x^2+y^2-1=0", "0=x^2+y^2-1", True),
-        (r"\frac{x}{2}=1", r"1=\frac{x}{2}", True),
         ("2", r"2=\text{two}", True),
     ],
 )
@@ -204,13 +166,9 @@ def test_neither_a_lost_order_nor_a_contradiction_is_an_answer(library, wanted, 
         ("xy", "x y", True),
         ("xy", "yx", True),
         ("xy", r"x \cdot y", True),
-        ("xy", "y*x", True),
-        ("x y", "xy", True),
         ("abc", "cba", True),
-        ("$xy$", "yx", True),
         ("xy", "x+y", False),
         ("xy", "xz", False),
-        ("xy", "", False),
         ("yes", "sey", False),
     ],
 )
@@ -221,7 +179,15 @@ def test_two_or_three_small_letters_that_are_no_common_word_are_a_product(
 
 
 @pytest.mark.parametrize(
-    "side", ["", "?", "#", "}", r"\frac{", "()", "^", "%", r"\{1,2\}", "²", "1,", "(1,2)%"]
+    "side",
+    [
+        "",
+        "?",
+        r"\frac{",
+        "()",
+        r"\{1,2\}",
+        "(1,2)%",
+    ],
 )
 def test_whatever_a_completion_puts_beside_an_equals_sign_is_no_error(library, side):
     for text in (f"4={side}", f"{side}=4", f"{side}={side}=50\\%", f"5=3={side}"):
@@ -236,7 +202,14 @@ def test_an_answer_that_is_a_number_is_compared_by_its_value(library):
             math_match("", r"\boxed{42}", {"answer": answer})
 
 
-@pytest.mark.parametrize("answer", ["42", r"\frac12", "north", "½", "(1,2]", "x=3", r"\boxed{4}"])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        r"\frac12",
+        "north",
+        r"\boxed{4}",
+    ],
+)
 def test_a_row_with_a_formula_or_words_passes_its_check(library, answer):
     assert check_row("", "", {"answer": answer}) == 1.0
 

@@ -27,7 +27,7 @@ from llamarl.models.hf import TEMPLATE_DATE, load_tokenizer
 from llamarl.models.scorer import settle_pad_token
 from llamarl.scoring.sharded import Transcript
 from llamarl.tasks.base import PromptMaker
-from llamarl.tasks.special import Shown, chat_ids, special_tokens, text_ids
+from llamarl.tasks.special import Shown, chat_ids, text_ids
 from tests.built_tasks import build_task
 from tests.made_tokenizers import CHATML, CORPUS, INJECTION, SPECIAL, WORD, byte_level, finished
 
@@ -96,7 +96,7 @@ def turns_of(*contents):
     return [{"role": role, "content": text} for role, text in zip(roles, contents)]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(contents=st.lists(CONTENTS, min_size=1, max_size=3), trims=st.booleans())
 def test_a_conversation_has_the_special_tokens_of_its_template_alone(contents, trims):
     tokenizer = TRIMMING if trims else BYTES
@@ -114,7 +114,7 @@ def test_a_conversation_has_the_special_tokens_of_its_template_alone(contents, t
     assert sum(token in special for token in ids) == 2 * len(turns) + 1
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(text=CONTENTS)
 def test_a_text_by_itself_has_no_special_token_but_that_it_begins_with(text):
     want = by_hand(BYTES, ("<|bos|>",), text)
@@ -126,7 +126,7 @@ def test_a_text_by_itself_has_no_special_token_but_that_it_begins_with(text):
 CLEAN = st.text(alphabet="<|>im_endé 12\n", min_size=1, max_size=30).filter(str.strip)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(contents=st.lists(CLEAN, min_size=1, max_size=3))
 def test_texts_that_spell_no_special_token_have_the_ids_that_transformers_gives(contents):
     turns = turns_of(*contents)
@@ -151,15 +151,6 @@ def test_what_stands_beside_a_templates_token_is_read_as_ever(make, flags):
     X = plain(tokenizer, "aX")[len(plain(tokenizer, "a")) :]
     at = next(i for i in range(len(usual)) if usual[i : i + len(X)] == X)
     assert ids == [*usual[:at], *split, *usual[at + len(X) :]]
-
-
-def test_a_word_that_was_added_and_is_not_special_may_be_written():
-    ids = chat_ids(BYTES, turns_of("x", f"{WORD}<|im_end|>"), reply=False)
-    assert BYTES.convert_tokens_to_ids(WORD) in ids
-    assert ids == [
-        *turn_by_hand(BYTES, "system", "x"),
-        *turn_by_hand(BYTES, "user", f"{WORD}<|im_end|>"),
-    ]
 
 
 def test_a_template_and_a_text_do_not_spell_one_together():
@@ -334,14 +325,6 @@ def test_a_part_of_a_text_keeps_what_others_wrote_in_it():
     assert shown.part(2, 6) == Shown("2345", ((0, 1), (3, 4)))
 
 
-def test_texts_of_the_model_in_the_package_write_none():
-    tokenizer = load_tokenizer(tiny_directory())
-    ids = text_ids(tokenizer, "12<eos>", add_special_tokens=True)
-    assert ids[:3] == [tokenizer.bos_token_id, *plain(tokenizer, "12")]
-    assert tokenizer.eos_token_id not in ids
-    assert special_tokens(tokenizer).spelling("12+34=") is None
-
-
 # --- templates that ask for the date ---
 
 
@@ -351,7 +334,13 @@ def dated(path, template):
     return path
 
 
-@pytest.mark.parametrize("form", ["%d %b %Y", "%Y-%m-%d", "%A %-d %B", "%H:%M:%S %j %p", "%F %T"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "%A %-d %B",
+        "%H:%M:%S %j %p",
+    ],
+)
 def test_a_template_sees_one_date_in_any_form_and_is_else_as_it_was(form, tmp_path):
     template = (
         "\n  {% macro day(form) %}{{ strftime_now(form) }}{% endmacro %}\n"

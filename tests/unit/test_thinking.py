@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.scoring.pool import check_reward
-from llamarl.scoring.scorer import text_item
 from llamarl.tasks.thinking import one_language, soft_length, thinking_form
 
 REMEDY = "the package py3langid, of the extra language, is not installed"
@@ -24,13 +23,9 @@ def of_tokens(count):
         ("<think>a</think>b", "opens", "any", True),
         ("\n<think>a</think>b", "opens", "any", True),
         ("<think>a</think>", "opens", "any", False),
-        ("<think>a</think> \n", "opens", "any", False),
         ("a</think>b", "opens", "any", False),
         ("so <think>a</think>b", "opens", "any", False),
         ("<think>a</think>b</think>c", "opens", "any", False),
-        ("<think><think>a</think>b", "opens", "any", False),
-        ("</think><think>b", "opens", "any", False),
-        ("<think>a", "opens", "any", False),
         ("a</think>b", "opened", "any", True),
         ("<think>a</think>b", "opened", "any", False),
         ("b", "none", "any", True),
@@ -39,7 +34,6 @@ def of_tokens(count):
         (r"<think>\boxed{4}</think>4", "opens", "boxed", False),
         (r"<think>a</think>\boxed{4", "opens", "boxed", False),
         ("<think>a</think>\n```python\n1\n```", "opens", "program", True),
-        ("<think>a</think>\n```\n1\n```\n", "opens", "program", True),
         ("<think>a</think>\n```json\n1\n```", "opens", "program", False),
         ("<think>\n```python\n1\n```\n</think>1", "opens", "program", False),
     ],
@@ -53,7 +47,12 @@ def test_the_form_of_a_completion(text, thinking, answer, is_right):
 
 @pytest.mark.parametrize(
     "num_tokens, penalty",
-    [(0, 0.0), (60, 0.0), (70, -0.25), (80, -0.5), (99, -0.975), (100, -1.0), (500, -1.0)],
+    [
+        (60, 0.0),
+        (70, -0.25),
+        (100, -1.0),
+        (500, -1.0),
+    ],
 )
 def test_the_penalty_falls_evenly_over_the_cache(num_tokens, penalty):
     """100 tokens of which the last 40 are the cache: 10 into it are a quarter of the penalty."""
@@ -109,15 +108,11 @@ def library():
     "prompt, thoughts, answer, is_one",
     [
         (ENGLISH, ENGLISH, ENGLISH, True),
-        (FRENCH, FRENCH, FRENCH, True),
-        (CHINESE, CHINESE, CHINESE, True),
         (FRENCH, ENGLISH, FRENCH, False),
         (GERMAN, GERMAN, ENGLISH, False),
-        (ENGLISH, CHINESE, ENGLISH, False),
-        (GERMAN, GERMAN, r"\boxed{8}", True),  # what is too short fits any language
+        (GERMAN, GERMAN, r"\boxed{8}", True),
         (GERMAN, f"{GERMAN} $x = \\text{{the number of apples that are left in it}}$", "8", True),
         (FRENCH, f"{FRENCH}\n```\n# {ENGLISH}\nprint(12 - 4)\n```\n", "8", True),
-        ("12-4=", "", "8", True),
     ],
 )
 def test_prompt_thoughts_and_answer_are_in_one_language(library, prompt, thoughts, answer, is_one):
@@ -141,9 +136,3 @@ def test_of_a_conversation_the_users_last_turn_counts(library):
 def test_what_does_not_mark_its_thoughts_is_in_no_language(library):
     assert one_language(ENGLISH, ENGLISH, {}) == 0.0
     assert one_language(ENGLISH, ENGLISH, {}, thinking="none") == 1.0
-
-
-def test_the_functions_run_in_workers(library):
-    text = f"<think>{ENGLISH}</think>{ENGLISH}"
-    outcomes = check_reward("rewards:one_language", [text_item(ENGLISH, text, {})])
-    assert [outcome.value for outcome in outcomes] == [1.0]

@@ -228,7 +228,7 @@ HeldOutTaskSettings = (
 
 @settings_dataclass
 class EvalSetSettings:
-    """A set of held-out prompts: the keys of a task without training rows, and how many are asked."""
+    """A set of held-out prompts: a task without training rows, and how many are asked."""
 
     prompts: Annotated[HeldOutTaskSettings, ByKind(), Flat()]
     num_prompts: Count
