@@ -319,8 +319,8 @@ def _check_task(inputs: JobInputs) -> None:
         for one in inputs.held_out.sets:
             inputs.held_out.prompt(one.first)
     reads_turns = inputs.victim_path is None and inputs.scored.conversation["chat"]
-    for name, settings in inputs.config.eval.sets.items():
-        if reads_turns and not settings.chat:
+    for name, asked in inputs.config.eval.sets.items():
+        if reads_turns and not asked.prompts.chat:
             raise ValueError(
                 f"eval.sets.{name}.chat=false task.chat=true: the scorer would read its prompts "
                 "as turns of the chat template, which the policy does not; "

@@ -94,7 +94,7 @@ def _print_sets(job: Job) -> None:
     if not job.inputs.eval_sets:
         print(f"held out {', '.join(sets)}: never completed, because eval.every=0")
     for one in job.inputs.eval_sets:
-        kind = sets[one.name].kind if one.name else job.config.task.kind
+        kind = sets[one.name].prompts.kind if one.name else job.config.task.kind
         name = one.name or "the task's own"
         first = job.inputs.eval_prompts[one.first]
         print(f"held out {name}: {one.count} prompts of {kind}, the first {first.text[:60]!r}")

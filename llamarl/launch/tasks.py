@@ -50,7 +50,7 @@ from llamarl.config.sections.task import (
     TaskSettings,
 )
 from llamarl.tasks.base import Example, Examples, PromptMaker, Task, Tokenizer
-from llamarl.tasks.environment import GIVEN, DialogueMaker
+from llamarl.tasks.environment import GIVEN, DialogueMaker, OwnTask
 from llamarl.tasks.facts import Post, facts_posts
 from llamarl.tasks.files import GSM8K_INSTRUCTION, read_rows
 from llamarl.tasks.list_task import Remembered, here, rows_task, warn_of_shared
@@ -161,9 +161,10 @@ class TaskBuilder:
                     max_prompt_tokens=settings.max_prompt_tokens,
                 )
                 if settings.path is None:
-                    own = isinstance(settings, EnvironmentSettings)
-                    num_train = settings.num_prompts if own else num_eval
-                    return maker.own_task(num_train=num_train, num_eval=num_eval)
+                    num_train = num_eval
+                    if isinstance(settings, EnvironmentSettings):
+                        num_train = settings.num_prompts
+                    return OwnTask(maker.turn_tokens, num_train=num_train, num_eval=num_eval)
         train, held_out, default_reward = self._rows(settings)
         return rows_task(
             settings.kind,

@@ -334,11 +334,20 @@ class PromptMaker:
         """
         if not callable(self.tokenizer):
             return [len(self.ids(question)) for question in questions]
+        special = special_tokens(self.tokenizer)
         texts = [self.turns(question) for question in questions]
-        usual = [place for place, text in enumerate(texts) if not self._is_suspect(text)]
         lengths = [0] * len(questions)
-        for place in set(range(len(questions))).difference(usual):
-            lengths[place] = len(self.ids(questions[place]))
+        usual = []
+        for place, turns in enumerate(texts):
+            # In a template a part of a spelling may be completed by what is around it.
+            if isinstance(turns, str):
+                is_suspect = special.spelling(turns) is not None
+            else:
+                is_suspect = any(special.foreign_in(turn["content"]) for turn in turns)
+            if is_suspect:
+                lengths[place] = len(self.ids(questions[place]))
+            else:
+                usual.append(place)
         if not usual:
             return lengths
         texts = [texts[place] for place in usual]
@@ -350,17 +359,10 @@ class PromptMaker:
         encoded = self.tokenizer(
             texts, add_special_tokens=not self._chat, return_attention_mask=False, verbose=False
         )
-        num_ends = 0 if self._chat else special_tokens(self.tokenizer).num_ends
+        num_ends = 0 if self._chat else special.num_ends
         for place, ids in zip(usual, encoded["input_ids"]):
             lengths[place] = len(ids) - num_ends
         return lengths
-
-    def _is_suspect(self, turns: str | list[dict[str, str]]) -> bool:
-        """Whether what the model reads could hold spellings of special tokens."""
-        special = special_tokens(self.tokenizer)
-        if isinstance(turns, str):
-            return special.spelling(turns) is not None
-        return any(special.suspects(turn["content"]) for turn in turns)
 
     def _writes_once(self) -> bool:
         """Whether the chat template writes a text once and as it is. Others repeat or escape it, so

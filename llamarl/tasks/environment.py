@@ -35,10 +35,10 @@ from llamarl.tasks.environment_class import (
     is_dialogue,
     schemas_of,
 )
-from llamarl.tasks.python_task import described
 from llamarl.tasks.special import PLAIN, Shown, special_tokens, text_ids
 from llamarl.types import Message, Prompt
 from llamarl.words.names import NoFunction
+from llamarl.workers.guard import describe
 
 _TOOLS_TEXT = (
     "You may call functions. Write each call as <tool_call>\n"
@@ -72,7 +72,7 @@ class TurnTokens:
         if system_prompt and not self._template:
             raise ValueError("task.system_prompt needs task.chat and a chat template; unset it")
         self._system_prompt = system_prompt
-        self._tools = list(tools)
+        self.tools = list(tools)
         self._special = special_tokens(tokenizer)
         self._mark = f"⟦{secrets.token_hex(8)}⟧"  # which no text holds
         self._tool_role = self._role_of_tools()
@@ -81,11 +81,6 @@ class TurnTokens:
     def has_template(self) -> bool:
         """Whether turns are put into a chat template."""
         return bool(self._template)
-
-    @property
-    def tools(self) -> list[Schema]:
-        """The tools that the model is shown."""
-        return self._tools
 
     def prompt(self, asked: str | Sequence[Message]) -> tuple[list[int], list[int]]:
         """Return (prompt ids [P], tail): the tokens of a question up to the end of the user's last
@@ -97,8 +92,8 @@ class TurnTokens:
             return text_ids(self._tokenizer, asked, add_special_tokens=True), []
         if isinstance(asked, str):
             asked = [Message("user", asked)]
-        turns = self._with_system([message.to_dict() for message in asked], self._tools)
-        return self._cut(turns, self._tools)
+        turns = self._with_system([message.to_dict() for message in asked], self.tools)
+        return self._cut(turns, self.tools)
 
     def first(self) -> list[int]:
         """Return the tokens, at least one, that every dialogue begins with, whatever its messages.
@@ -134,7 +129,7 @@ class TurnTokens:
             text = "".join(turn["content"] for turn in messages)
             return text_ids(self._tokenizer, text, add_special_tokens=True)
         turns = self._with_system([self._as_shown(turn) for turn in messages], tools)
-        return self._ids(turns, tools, reply=True)
+        return self._special.ids(self._shown(turns, tools))
 
     def own_opening(
         self, messages: Sequence[ChatTurn], tools: Sequence[Schema], first: Sequence[int]
@@ -169,7 +164,7 @@ class TurnTokens:
     def _template_context(self, messages: Sequence[ChatTurn], ended_by: int | None) -> list[int]:
         """Return what the template writes behind a turn of the policy."""
         before = [{"role": "user", "content": "a"}, {"role": "assistant", "content": self._mark}]
-        shown = self._shown([*before, *map(self._as_shown, messages)], [], reply=True)
+        shown = self._shown([*before, *map(self._as_shown, messages)], [])
         begin = shown.text.index(self._mark) + len(self._mark)
         if ended_by is not None:
             end = self._tokenizer.decode([ended_by], skip_special_tokens=False)
@@ -200,19 +195,18 @@ class TurnTokens:
             return ""
         thought = "<think>\nso\n</think>\n\n"
         turns: list[ChatTurn] = [{"role": "user", "content": "q0"}]
-        seen = self._shown(turns, [], reply=True).text
+        seen = self._shown(turns, []).text
         for number in range(1, 4):
             said = {"role": "assistant", "content": f"{thought}a{number}"}
             answer = self._as_shown({"role": "tool", "name": "f", "content": f"t{number}"})
             turns += [said, answer]
-            text = self._shown(turns, [], reply=True).text
+            text = self._shown(turns, []).text
             if not text.startswith(seen):
                 at = next(i for i, (one, other) in enumerate(zip(seen, text)) if one != other)
                 return f"at turn {number} {seen[at : at + 40]!r} became {text[at : at + 40]!r}"
             behind = self._shown(
                 [{"role": "user", "content": "a"}, {**said, "content": self._mark}, answer],
                 [],
-                reply=True,
             ).text
             added = behind[behind.index(self._mark) + len(self._mark) :]
             seen += said["content"] + added
@@ -222,7 +216,7 @@ class TurnTokens:
 
     def _text_of(self, turns: Sequence[ChatTurn], tools: Sequence[Schema]) -> str:
         shown = self._with_system([self._as_shown(turn) for turn in turns], tools)
-        return self._shown(shown, tools, reply=True).text
+        return self._shown(shown, tools).text
 
     def _as_shown(self, turn: ChatTurn) -> ChatTurn:
         """Return a message as the template takes it."""
@@ -242,7 +236,7 @@ class TurnTokens:
             {"role": "tool", "name": "f", "content": self._mark},
         ]
         try:
-            shown = self._render(turns, [], reply=True)
+            shown = self._render(turns, [])
         except ValueError:
             return "user"
         return "tool" if shown.count(self._mark) == 1 else "user"
@@ -263,30 +257,24 @@ class TurnTokens:
         """Return the tokens up to the end of the last turn's text, and those behind it."""
         *before, last = turns
         marked = {**last, "content": last["content"] + self._mark}
-        shown = self._shown([*before, marked], tools, reply=True)
+        shown = self._shown([*before, marked], tools)
         at = shown.text.index(self._mark)
         head = shown.part(0, at)
         tail = shown.part(at + len(self._mark), len(shown.text))
         return self._special.ids(head), self._special.ids(tail, behind=PLAIN)
 
-    def _ids(self, turns: list[ChatTurn], tools: Sequence[Schema], *, reply: bool) -> list[int]:
-        return self._special.ids(self._shown(turns, tools, reply=reply))
-
-    def _shown(self, turns: list[ChatTurn], tools: Sequence[Schema], *, reply: bool) -> Shown:
+    def _shown(self, turns: list[ChatTurn], tools: Sequence[Schema]) -> Shown:
         """Show turns in the template, and where in it others' texts are that could spell a special
         token.
         """
         foreign = [self._special.foreign_in(turn["content"]) for turn in turns]
 
-        def render(turns: list[ChatTurn]) -> str:
-            return self._render(turns, tools, reply=reply)
+        return self._special.shown(lambda turns: self._render(turns, tools), turns, foreign)
 
-        return self._special.shown(render, turns, foreign)
-
-    def _render(self, turns: list[ChatTurn], tools: Sequence[Schema], *, reply: bool) -> str:
+    def _render(self, turns: list[ChatTurn], tools: Sequence[Schema]) -> str:
         with refused_by_template():
             return self._tokenizer.apply_chat_template(
-                turns, tools=list(tools) or None, tokenize=False, add_generation_prompt=reply
+                turns, tools=list(tools) or None, tokenize=False, add_generation_prompt=True
             )
 
 
@@ -338,7 +326,7 @@ class DialogueMaker(PromptMaker):
         system_prompt: str | None,
         max_prompt_tokens: int,
     ):
-        self._turn_tokens = turn_tokens(
+        self.turn_tokens = turn_tokens(
             environment, tokenizer, chat=chat, system_prompt=system_prompt
         )
         self._is_own = makes_prompts(environment)
@@ -349,20 +337,16 @@ class DialogueMaker(PromptMaker):
             max_prompt_tokens=max_prompt_tokens,
         )
 
-    def own_task(self, *, num_train: int, num_eval: int) -> OwnTask:
-        """Return the task of prompts that the environment makes itself."""
-        return OwnTask(self._turn_tokens, num_train=num_train, num_eval=num_eval)
-
     @property
     def identity(self) -> dict[str, object]:
         """As PromptMaker has it, with the schemas of the tools."""
-        return {**super().identity, "tools": self._turn_tokens.tools}
+        return {**super().identity, "tools": self.turn_tokens.tools}
 
     def ids(self, question: str | tuple[Message, ...]) -> list[int]:
         """Return the prompt ids [P] of a question, up to the end of its last text."""
         if self._is_own:
-            return self._turn_tokens.first()
-        return self._turn_tokens.prompt(question)[0]
+            return self.turn_tokens.first()
+        return self.turn_tokens.prompt(question)[0]
 
     def num_tokens(self, questions: Sequence[str | tuple[Message, ...]]) -> list[int]:
         """Return how long the prompts of questions are, in tokens."""
@@ -377,7 +361,7 @@ def factory_of(path: str) -> Callable:
     except NoFunction as error:
         raise ValueError(f"{key}: {error}") from error
     except Exception as error:  # the user's module may raise anything while it is imported
-        raise ValueError(f"{key}: importing it failed: {described(error)}") from error
+        raise ValueError(f"{key}: importing it failed: {describe(error)}") from error
 
 
 def turn_tokens(path: str, tokenizer: Any, *, chat: bool, system_prompt: str | None) -> TurnTokens:

@@ -31,7 +31,6 @@ from llamarl.tasks.base import (
     Example,
     Examples,
     PromptMaker,
-    StoredExamples,
     Task,
     Tokenizer,
     json_of,
@@ -329,97 +328,69 @@ def rows_task(
 
     remembered: finds which rows fit. trains: whether there must be training prompts.
     """
-    split = _Split(name=name, train=train, held_out=held_out, num_eval=num_eval, maker=maker)
-    kept, held, fittings = split.fitted(remembered)
-    if trains and num_eval and held_out is not None and not len(held):
-        log.warning("task %s: no row is held out, so nothing is evaluated", name)
-    return ListTask(
-        name, kept, held, maker, default_reward=default_reward, fittings=fittings, trains=trains
+    files = [rows for rows in (train, held_out) if rows is not None and not isinstance(rows, list)]
+    tokenizer = tokenizer_digest(maker.tokenizer)
+    if not files or tokenizer is None:
+        remembered = here  # rows that no file holds are quick; an unknown tokenizer has no key
+    key = key_of(
+        {
+            "kind": name,
+            "rows": [[rows.digest, rows.keys] for rows in files],
+            "sizes": [len(train), None if held_out is None else len(held_out)],
+            "num_eval": num_eval,
+            "tokenizer": tokenizer,
+            **maker.identity,
+        }
     )
 
-
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """The rows of a task, which are looked at once a run. Its fields are those of `rows_task`."""
-
-    name: str
-    train: Examples
-    held_out: Examples | None
-    num_eval: int
-    maker: PromptMaker
-
-    def fitted(self, remembered: Remembered) -> tuple[Examples, Examples, tuple[Fitting, Fitting]]:
-        """Return the training rows, the held-out ones, and which of both fit."""
-        tokenizer = tokenizer_digest(self.maker.tokenizer)
-        if not self._files or tokenizer is None:
-            remembered = here  # rows that no file holds are quick; an unknown tokenizer has no key
-        key = key_of(
-            {
-                "kind": self.name,
-                "rows": [[rows.digest, rows.keys] for rows in self._files],
-                "sizes": [len(self.train), None if self.held_out is None else len(self.held_out)],
-                "num_eval": self.num_eval,
-                "tokenizer": tokenizer,
-                **self.maker.identity,
-            }
-        )
-        found = remembered(key, self._find)
-        prompts = PromptSplit(**found["prompts"])
-        train, held_out = self._halves(prompts)
-        if self.held_out is None and self.num_eval:
-            prompts.warn(f"task {self.name}", len(self.train))
-        if found["trained_too"]:
-            log.warning(
-                "task %s: %d of %d held-out rows have a prompt that %d of %d training rows have "
-                "too, so that the held-out accuracy is in part of what is trained; take these out "
-                "of one of the files",
-                self.name,
-                found["trained_too"],
-                len(held_out),
-                found["held_out_too"],
-                len(train),
-            )
-        fittings = (
-            from_values(found["train"], len(train)),
-            from_values(found["held_out"], len(held_out)),
-        )
-        return train, held_out, fittings
-
-    @property
-    def _files(self) -> list[StoredExamples]:
-        """The rows that come from files."""
-        halves = (self.train, self.held_out)
-        return [rows for rows in halves if rows is not None and not isinstance(rows, list)]
-
-    def _halves(self, prompts: PromptSplit) -> tuple[Examples, Examples]:
-        """Return the training rows and the held-out ones."""
-        if self.held_out is not None:
-            return self.train, self.held_out
-        kept = prompts.kept(len(self.train))
-        return _select(self.train, kept), _select(self.train, prompts.held)
-
-    def _find(self, progress: Progress) -> dict[str, Any]:
+    def find(progress: Progress) -> dict[str, Any]:
         """Look at all rows, and return which are held out and which fit as JSON values."""
-        for rows in self._files:
+        for rows in files:
             rows.check()  # names all bad rows at once, before the slow work below
         prompts = PromptSplit([], [], 0)
-        if self.held_out is None:
-            prompts = hold_out_prompts(_asked(self.maker, self.train), self.num_eval)
+        if held_out is None:
+            prompts = hold_out_prompts(_asked(maker, train), num_eval)
         found: dict[str, Any] = {"prompts": asdict(prompts)}
-        train, held_out = self._halves(prompts)
-        tell = Tell(self.name, len(train) + len(held_out), progress)
-        for half, examples in (("train", train), ("held_out", held_out)):
-            found[half] = to_values(fitting_of(self.maker, examples, tell), len(examples))
+        halves = prompts.halves(train, held_out)
+        tell = Tell(name, sum(map(len, halves)), progress)
+        for half, examples in zip(("train", "held_out"), halves):
+            found[half] = to_values(fitting_of(maker, examples, tell), len(examples))
         asked = []
         trained = []
-        if self.held_out is not None and self._files:
-            asked = list(_asked(self.maker, held_out))
+        if held_out is not None and files:
+            asked = list(_asked(maker, held_out))
             wanted = set(asked)
-            trained = [own for own in _asked(self.maker, train) if own in wanted]
+            trained = [own for own in _asked(maker, train) if own in wanted]
         common = set(trained)
         found["held_out_too"] = len(trained)
         found["trained_too"] = sum(own in common for own in asked)
         return found
+
+    found = remembered(key, find)
+    prompts = PromptSplit(**found["prompts"])
+    kept, held = prompts.halves(train, held_out)
+    if held_out is None and num_eval:
+        prompts.warn(f"task {name}", len(train))
+    if found["trained_too"]:
+        log.warning(
+            "task %s: %d of %d held-out rows have a prompt that %d of %d training rows have too, "
+            "so that the held-out accuracy is in part of what is trained; take these out of one "
+            "of the files",
+            name,
+            found["trained_too"],
+            len(held),
+            found["held_out_too"],
+            len(kept),
+        )
+    if trains and num_eval and held_out is not None and not len(held):
+        log.warning("task %s: no row is held out, so nothing is evaluated", name)
+    fittings = (
+        from_values(found["train"], len(kept)),
+        from_values(found["held_out"], len(held)),
+    )
+    return ListTask(
+        name, kept, held, maker, default_reward=default_reward, fittings=fittings, trains=trains
+    )
 
 
 def _asked(maker: PromptMaker, examples: Iterable[Example]) -> Iterator[bytes]:
@@ -473,13 +444,6 @@ def warn_of_shared(
         )
 
 
-def _select(examples: Examples, places: Sequence[int]) -> Examples:
-    """Return the examples at these places; a dataset on disk stays there."""
-    if isinstance(examples, list):
-        return [examples[i] for i in places]
-    return examples.select(places)
-
-
 def hold_out(num_rows: int, num_eval: int) -> tuple[list[int], list[int]]:
     """Split rows into (training rows, evaluation rows), by number and in file order: min(num_eval,
     a tenth) are held out, the same in every run.
@@ -503,6 +467,17 @@ class PromptSplit:
         """Return the places of the rows to train on."""
         gone = {*self.held, *self.left_out}
         return [place for place in range(num_rows) if place not in gone]
+
+    def halves(self, rows: Examples, held_out: Examples | None) -> tuple[Examples, Examples]:
+        """Return (training rows, held-out rows): those of `held_out` if the user gave them. A
+        dataset on disk stays there.
+        """
+        if held_out is not None:
+            return rows, held_out
+        kept = self.kept(len(rows))
+        if isinstance(rows, list):
+            return [rows[i] for i in kept], [rows[i] for i in self.held]
+        return rows.select(kept), rows.select(self.held)
 
     def warn(self, where: str, num_rows: int) -> None:
         """Say if none is held out, or if rows are left out. where: the rows come from."""

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
-import traceback
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ import torch
 from llamarl.tasks.base import PromptMaker, Task
 from llamarl.types import Prompt
 from llamarl.words.names import NoFunction, import_function
+from llamarl.workers.guard import describe
 
 _GIVEN = ("seed", "num_eval")  # to a function that takes them
 _TEXTS = ("name", "default_reward", "train_digest", "eval_digest")
@@ -36,7 +35,7 @@ def own_task(
     except NoFunction as error:
         raise ValueError(f"{key}: {error}") from error
     except Exception as error:  # the user's module may raise anything while it is imported
-        raise ValueError(f"{key}: importing it failed: {described(error)}") from error
+        raise ValueError(f"{key}: importing it failed: {describe(error)}") from error
     given = {"seed": seed, "num_eval": num_eval}
     parameters = inspect.signature(function).parameters
     arguments = {name: given[name] for name in _GIVEN if name in parameters} | dict(options)
@@ -112,11 +111,4 @@ def _called(key: str, call: str, function: Callable, *given: object, **named: ob
     try:
         return function(*given, **named)
     except Exception as error:  # it is the user's code
-        raise ValueError(f"{key}: {call} raised {described(error)}") from error
-
-
-def described(error: Exception) -> str:
-    """Describe an exception that was caught, with the innermost place."""
-    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-    place = f"{Path(frame.f_code.co_filename).name}:{line}"
-    return f"{type(error).__name__}: {error}".removesuffix(": ") + f" ({place})"
+        raise ValueError(f"{key}: {call} raised {describe(error)}") from error

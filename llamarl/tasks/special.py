@@ -172,10 +172,6 @@ class SpecialTokens:
         front = self._usual_ids(_FRONTS[0], False)
         return self._usual_ids(f"{_FRONTS[0]}0", False) not in (bare, [*front, *bare])
 
-    def suspects(self, text: str) -> bool:
-        """Whether a text could, with what a template has around it, spell a special token."""
-        return bool(self.foreign_in(text))
-
     def foreign_in(self, text: str, begin: int = 0, end: int | None = None) -> list[Span]:
         """Return the segments of text[begin:end], which is somebody's, that could be part of a
         special token's spelling: a whole one, or a segment at an edge that its neighbour completes.

@@ -56,8 +56,9 @@ def two_sets(rows):
 def test_a_set_has_what_its_kinds_file_says_and_as_many_prompts_as_the_task(rows, tmp_path):
     config = compose_config(["eval.num_prompts=7", f"eval.sets={{{two_sets(rows)}}}"])
     sums, mine = config.eval.sets["sums"], config.eval.sets["mine"]
-    assert (sums.num_prompts, sums.chat, sums.max_prompt_tokens) == (2, False, 16)
-    assert (mine.num_prompts, mine.prompt_key, mine.answer_key) == (7, "prompt", "answer")
+    assert (sums.num_prompts, sums.prompts.chat, sums.prompts.max_prompt_tokens) == (2, False, 16)
+    keys = (mine.prompts.prompt_key, mine.prompts.answer_key)
+    assert (mine.num_prompts, *keys) == (7, "prompt", "answer")
     assert config.longest == config.longest_asked == 16 + config.max_new_tokens
     save_config(config, tmp_path / "config.yaml")
     assert load_config(tmp_path / "config.yaml") == config
