@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from llamarl.environments.worker import Answer, ChatTurn, answer_from, is_answer
+from llamarl.environments.worker import Answer, ChatTurn, answer_from
 from llamarl.workers.pool import WorkerPool
 from llamarl.workers.process import START_S, WorkerProcess, wait_for
 
@@ -189,9 +189,9 @@ class EnvironmentPool(WorkerPool[EnvironmentCall]):
                     self._fail(call.key, Failure("lost", said))
                 return True
             case [int(number), ["answer", list() as said], float(finished_at)] if (
-                number == self._expected(worker) and is_answer(said)
+                number == self._expected(worker) and (answer := answer_from(said))
             ):
-                self._enter(self._answered(worker, finished_at), said)
+                self._enter(self._answered(worker, finished_at), said, answer)
                 return True
         return False
 
@@ -220,15 +220,15 @@ class EnvironmentPool(WorkerPool[EnvironmentCall]):
         player = self._players.get(call.key)
         return player is not None and call in player.calls
 
-    def _enter(self, call: EnvironmentCall, said: list) -> None:
-        """Note what a call answered."""
+    def _enter(self, call: EnvironmentCall, said: list, answer: Answer) -> None:
+        """Note what a call answered. said: the answer as JSON values."""
         if not self._is_open(call):
             return
         if call.answered is None:
             call.answered = said
             if call.do == "end":
                 del self._players[call.key]
-            self._found.append((call.key, answer_from(said)))
+            self._found.append((call.key, answer))
         elif call.answered != said:
             why = "its worker was killed, and played again it answered otherwise"
             self._fail(call.key, Failure("lost", why))

@@ -82,13 +82,15 @@ class Answer:
         return [self.messages, self.tools, self.done, self.stopped, self.reward]
 
 
-def is_answer(values: list) -> bool:
-    """Whether JSON values are an answer's: the environment's process may write anything."""
+def answer_from(values: list) -> Answer | None:
+    """Return an answer from its JSON values; None for other values, because the environment's
+    process may write anything.
+    """
     if len(values) != 5:
-        return False
+        return None
     messages, tools, done, stopped, reward = values
     if not (isinstance(messages, list) and isinstance(tools, list)):
-        return False
+        return None
     are_turns = all(
         isinstance(turn, dict)
         and isinstance(turn.get("role"), str)
@@ -96,12 +98,8 @@ def is_answer(values: list) -> bool:
         for turn in messages
     )
     is_reward = reward is None or isinstance(reward, float)
-    return are_turns and isinstance(done, bool) and isinstance(stopped, bool) and is_reward
-
-
-def answer_from(values: list) -> Answer:
-    """Return an answer from its JSON values."""
-    messages, tools, done, stopped, reward = values
+    if not (are_turns and isinstance(done, bool) and isinstance(stopped, bool) and is_reward):
+        return None
     return Answer(messages=messages, tools=tools, done=done, stopped=stopped, reward=reward)
 
 

@@ -462,20 +462,21 @@ def end_token(tokenizer, *, chat: bool) -> int | None:
     return getattr(tokenizer, "eos_token_id", None) if own is None else own
 
 
-def shown_turns(tokenizer, turns: Turns, *, reply: bool) -> Shown:
+def shown_turns(
+    tokenizer, turns: Turns, *, reply: bool, foreign: Sequence[list[Span]] | None = None
+) -> Shown:
     """Show turns in the tokenizer's chat template. reply: up to where the assistant's turn begins.
-    ValueError as from `SpecialTokens.shown`.
+    foreign: others' segments of each turn's content; None: all of it is theirs. ValueError as from
+    `SpecialTokens.shown`.
     """
     special = special_tokens(tokenizer)
-    foreign = [special.foreign_in(turn["content"]) for turn in turns]
-    return _shown_turns(tokenizer, turns, foreign, reply=reply)
+    if foreign is None:
+        foreign = [special.foreign_in(turn["content"]) for turn in turns]
 
-
-def _shown_turns(tokenizer, turns: Turns, foreign: Sequence[list[Span]], *, reply: bool) -> Shown:
     def render(turns: Turns) -> str:
         return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=reply)
 
-    return special_tokens(tokenizer).shown(render, turns, foreign)
+    return special.shown(render, turns, foreign)
 
 
 def chat_ids(
@@ -493,7 +494,7 @@ def chat_ids(
             turns, add_generation_prompt=reply, tokenize=True, return_dict=False
         )
         return list(ids)
-    return special.ids(_shown_turns(tokenizer, turns, foreign, reply=reply))
+    return special.ids(shown_turns(tokenizer, turns, reply=reply, foreign=foreign))
 
 
 class Spelled:

@@ -9,7 +9,7 @@ import pytest
 
 from llamarl.environments import pool as pool_file
 from llamarl.environments.pool import EnvironmentPool, Failure
-from llamarl.environments.worker import Answer, is_answer
+from llamarl.environments.worker import Answer, answer_from
 from llamarl.errors import RewardError
 from llamarl.workers import process
 
@@ -176,8 +176,9 @@ def test_a_pool_that_an_environment_keeps_serves_all_its_calls(pool_of):
     ],
 )
 def test_other_values_are_no_answer(values):
-    assert not is_answer(values)
-    assert is_answer(Answer(messages=[{"role": "tool", "content": "1"}], reward=0.5).values)
+    assert answer_from(values) is None
+    answer = Answer(messages=[{"role": "tool", "content": "1"}], reward=0.5)
+    assert answer_from(answer.values) == answer
 
 
 @pytest.mark.parametrize("line", [json.dumps([2, ["answer", []], 0.0]), "[" * 2000])
