@@ -7,11 +7,8 @@ import os
 
 import pytest
 
-from llamarl.environments import pool as pool_file
 from llamarl.environments.pool import EnvironmentPool, Failure
 from llamarl.environments.worker import Answer, answer_from
-from llamarl.errors import RewardError
-from llamarl.workers import process
 
 PATIENCE_S = 60.0
 
@@ -283,11 +280,3 @@ def test_what_is_let_go_of_answers_no_more(pool_of):
 def test_a_path_that_leads_nowhere_is_told_with_its_key(pool_of):
     with pytest.raises(ValueError, match="task.environment=tests.games:Ship: .*did you mean Shop"):
         pool_of("Ship").start()
-
-
-def test_workers_that_cannot_start_end_the_run(pool_of, monkeypatch, tmp_path):
-    (tmp_path / "ends_at_once.py").write_text("raise SystemExit(4)")
-    monkeypatch.setattr(process, "ROOT", str(tmp_path))
-    monkeypatch.setattr(pool_file, "WORKER", "ends_at_once")
-    with pytest.raises(RewardError, match="exited with code 4 before its first answer"):
-        pool_of("Shop").start()

@@ -3,14 +3,30 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.evaluation.metrics import Evaluations, pass_at_k
+from llamarl.comm.together import CollectiveCall, RankCalls
+from llamarl.evaluation.gold import Judged
+from llamarl.evaluation.judges import EvalJudge, Judges, find, spans_of
+from llamarl.evaluation.metrics import Evaluation, Evaluations, pass_at_k
+from llamarl.evaluation.win_rate import (
+    INTERCEPT_DEVIATION,
+    SLOPE_DEVIATION,
+    length_controlled,
+    length_controlled_interval,
+    scaled_lengths,
+    sigmoid,
+    win_rate,
+    wins,
+)
+from llamarl.executor import Executor, ExecutorGroup
 from llamarl.tasks.parts import APART, EvalSet
 from llamarl.types import Outcome
-from tests.evaluated import evaluated, own_set
+from tests.evaluated import Said, evaluated, own_set
 
 
 @given(st.lists(st.sampled_from([0.0, 0.25, 1.0, -1.0]), min_size=1, max_size=7), st.data())
@@ -183,3 +199,235 @@ def test_each_set_has_figures_of_its_own_once_all_are_whole():
         "eval/b/errors": 1,
         "eval/b/length_mean": 6.0,
     }
+
+
+# --- Judges ---
+
+
+class Slow(EvalJudge):
+    """Says a column of each evaluation, after a given number of pieces of work."""
+
+    def __init__(self, name, num_pieces=1):
+        self.name = name
+        self._num_pieces = num_pieces
+
+    @property
+    def is_computing(self):
+        return True
+
+    def judge(self, version, answers):
+        for _ in range(self._num_pieces):
+            yield
+        return {one: Said({self.name: float(version)}) for one in answers}
+
+
+def evaluation_of(version, **metrics):
+    (one,) = own_set(1)
+    return Evaluation(version, {one: []}, metrics)
+
+
+def reports(judges, count):
+    """What it says in so many polls, a list each."""
+    return [judges.poll() for _ in range(count)]
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+def test_an_evaluation_is_reported_when_the_last_judge_has_spoken(delays):
+    judges = Judges([Slow(f"eval/{i}", num_pieces) for i, num_pieces in enumerate(delays)])
+    judges.begin(evaluation_of(7, reward=0.5))
+    *before, last = reports(judges, max(delays))
+    assert not any(before) and judges.oldest is None
+    said = {f"eval/{i}": 7.0 for i in range(len(delays))}
+    assert last == [(7, {"reward": 0.5} | said)]
+    assert judges.poll() == []
+
+
+def test_a_judge_that_is_alone_begins_before_anything_is_waited_for():
+    class Waits(Slow):
+        def wait(self, timeout_s):
+            raise AssertionError("nothing is under way")
+
+    (one,) = own_set(1)
+    assert find(Waits("eval/a", 1), {one: []})[one].metrics() == {"eval/a": 0.0}
+
+
+def test_several_evaluations_are_each_reported_once_in_their_order():
+    judges = Judges([Slow("eval/a", 3), Slow("eval/b", 1)])
+    judges.begin(evaluation_of(2))
+    assert reports(judges, 2) == [[], []]
+    judges.begin(evaluation_of(4))
+    assert judges.oldest == 2
+    assert judges.poll() == [(2, {"eval/a": 2.0, "eval/b": 2.0})]
+    assert judges.oldest == 4
+    assert reports(judges, 3) == [[], [], [(4, {"eval/a": 4.0, "eval/b": 4.0})]]
+
+
+def test_without_judges_its_scores_are_all_that_is_said():
+    judges = Judges([])
+    judges.begin(evaluation_of(0, reward=1.0))
+    assert not judges.is_computing
+    assert judges.poll() == [(0, {"reward": 1.0})]
+
+
+def test_nothing_is_computed_where_nothing_was_begun():
+    judge = Slow("eval/a")
+    judges = Judges([judge])
+    assert judge.is_computing and not judges.is_computing and judges.poll() == []
+    judges.begin(evaluation_of(0))
+    assert judges.is_computing
+    judges.poll()
+    assert not judges.is_computing
+
+
+@pytest.mark.parametrize("counts", [(1, 4, 2)])
+def test_spans_are_those_of_sets_one_after_another(counts):
+    sets = [EvalSet(str(i), i * APART, count) for i, count in enumerate(counts)]
+    numbers = list(range(sum(counts)))
+    spans = spans_of({one: range(one.count) for one in sets})
+    found = [numbers[spans[one]] for one in sets]
+    assert [len(own) for own in found] == list(counts) and sum(found, []) == numbers
+
+
+def test_ranks_that_act_each_by_itself_share_no_calls():
+    class Mail:
+        def post(self, *message):
+            raise AssertionError(message)
+
+    class Two(Executor):
+        name = "reward"
+
+    two = Two()
+    group = ExecutorGroup("reward", (0, 1), 0, torch.device("cpu"))
+    two.attach(group, {}, {}, Mail(), None)
+    with pytest.raises(AssertionError, match="share no calls"):
+        RankCalls(two, as_one=False).add("score", CollectiveCall(run=lambda value: value))
+    RankCalls(two, as_one=True).add("score", CollectiveCall(run=lambda value: value))
+
+
+# --- Win rates ---
+
+NAN = math.nan
+CONVERGED = 1e-6  # what an optimiser of another kind leaves
+
+
+def of(num_won, num_prompts):
+    values = np.zeros(num_prompts)
+    values[:num_won] = 1
+    return win_rate(values)
+
+
+def test_ties_count_half_and_what_has_no_score_is_in_no_figure():
+    gold = np.array([2.0, 1.0, 0.0, NAN, 5.0])
+    against = np.array([1.0, 1.0, 1.0, 0.0, NAN])
+    compared = wins(gold, against, np.zeros(5, dtype=bool))
+    assert compared[:3].tolist() == [1, 0.5, 0] and np.isnan(compared[3:]).all()
+    assert win_rate(compared).share == 0.5
+    assert win_rate(np.array([NAN])) is None
+
+
+def test_the_same_text_is_a_tie_though_its_scores_differ_by_rounding():
+    compared = wins(np.array([1.0 + 1e-7, 3.0]), np.array([1.0, NAN]), np.array([True, True]))
+    assert compared[0] == 0.5 and np.isnan(compared[1])
+
+
+@pytest.mark.parametrize(
+    "num_won, num_prompts, low, high",
+    [
+        (81, 263, 0.2553, 0.3662),
+        (0, 20, 0, 0.1611),
+    ],
+)
+def test_the_interval_is_wilsons_as_published(num_won, num_prompts, low, high):
+    """Newcombe 1998, Interval estimation for the single proportion, table I, method 3."""
+    rate = of(num_won, num_prompts)
+    assert rate.share == num_won / num_prompts
+    assert rate.low == pytest.approx(low, abs=5e-5) and rate.high == pytest.approx(high, abs=5e-5)
+
+
+def test_a_certain_win_has_an_interval_too():
+    rate = of(20, 20)
+    assert rate.high == 1 and rate.low == pytest.approx(1 - 0.1611, abs=5e-5)
+
+
+def purely_long(num_prompts, shift):
+    """Answers that win exactly where they are longer, most of which they are."""
+    longer = np.random.default_rng(1).normal(shift, 10, num_prompts).round()
+    return (longer > 0) + 0.5 * (longer == 0), longer
+
+
+def test_wins_that_are_purely_length_are_none_at_equal_lengths():
+    compared, longer = purely_long(500, 10)
+    assert win_rate(compared).low > 0.75
+    controlled = length_controlled_interval(compared, longer, seed=0)
+    assert controlled.low < 0.5 < controlled.high
+    assert controlled.share == pytest.approx(0.5, abs=0.05)
+
+
+def test_wins_that_have_nothing_to_do_with_length_stay():
+    draw = np.random.default_rng(2)
+    longer = draw.normal(8, 10, 2000).round()
+    compared = (draw.random(2000) < 0.7).astype(float)
+    assert length_controlled(compared, longer) == pytest.approx(compared.mean(), abs=0.03)
+
+
+def test_lengths_and_quality_that_cannot_be_told_apart_give_no_number():
+    compared = np.array([1.0, 1.0, 0.0])
+    assert length_controlled(compared, np.array([3.0, 4.0, 9.0])) is None  # all longer
+    assert length_controlled(compared, np.array([-3.0, -4.0, -9.0])) is None
+    assert length_controlled(compared, np.zeros(3)) is None
+    assert length_controlled(np.array([NAN]), np.array([1.0])) is None
+    # What was not compared does not count: the shorter one has no score.
+    assert length_controlled(np.array([1.0, 0.0, NAN]), np.array([3.0, 4.0, -1.0])) is None
+
+
+def test_the_regression_is_that_of_another_optimiser():
+    draw = np.random.default_rng(3)
+    longer = draw.normal(2, 10, 60)
+    compared = draw.choice([0, 0.5, 1], 60)
+    length = torch.tensor(scaled_lengths(longer))
+    target = torch.tensor(compared)
+    weights = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    deviations = torch.tensor([INTERCEPT_DEVIATION, SLOPE_DEVIATION], dtype=torch.float64)
+    optimiser = torch.optim.LBFGS([weights], max_iter=500, tolerance_grad=1e-12)
+
+    def closure():
+        optimiser.zero_grad()
+        logits = weights[0] + weights[1] * length
+        lost = torch.nn.functional.binary_cross_entropy_with_logits(logits, target, reduction="sum")
+        value = lost + (weights / deviations).square().sum() / 2
+        value.backward()
+        return value
+
+    optimiser.step(closure)
+    expected = float(torch.sigmoid(weights[0].detach()))
+    assert length_controlled(compared, longer) == pytest.approx(expected, abs=CONVERGED)
+
+
+def test_answers_that_always_win_are_no_infinite_regression():
+    longer = np.array([-2.0, -1.0, 1.0, 2.0])
+    controlled = length_controlled_interval(np.ones(4), longer, seed=0)
+    assert 0.95 < controlled.share < 1 and controlled.low > 0.9
+
+
+def test_sigmoid_far_out():
+    assert sigmoid(np.array([-1e4, 0, 1e4])).tolist() == [0, 0.5, 1]
+
+
+def test_what_is_reported_of_answers_by_hand():
+    def item(text, num_tokens):
+        return evaluated(text, tokens=(1,) * num_tokens).item
+
+    judged = Judged(
+        answers=[item("a", 2), item("b", 4)],
+        gold_N=np.array([1.0, NAN]),
+        references=[item("c", 1), item("d", 1)],
+        against_N=np.array([0.0, 3.0]),
+    )
+    found = judged.metrics()
+    assert found["eval/gold"] == 1 and found["eval/gold_masked"] == 1
+    assert found["eval/gold_references"] == 1.5
+    assert found["eval/win_rate"] == 1  # of the one that has a score
+    assert found["eval/win_rate_length_controlled"] is None  # it is longer
+    assert "eval/perplexity" not in found  # that is another judge's
+    alone = Judged(answers=[item("a", 2)], gold_N=np.array([1.0]))
+    assert alone.metrics() == {"eval/gold": 1, "eval/gold_masked": 0}

@@ -105,16 +105,6 @@ def test_only_the_posts_own_facts_said_once_are_worth_1(seed, stated):
 
 
 @given(SEEDS)
-def test_a_sloppy_summary_begins_as_an_answer_and_is_worth_no_more_than_gold(seed):
-    draw = random.Random(seed)
-    post = make_post(draw)
-    summary = sloppy_summary(post, draw)
-    assert summary.startswith(" ") and summary == f" {' '.join(summary.split())}"
-    assert 2 <= len(facts_of(summary))
-    assert gold(post.text, summary, {}) <= 1
-
-
-@given(SEEDS)
 def test_all_words_are_in_the_vocabulary(seed):
     draw = random.Random(seed)
     post = make_post(draw)

@@ -302,14 +302,6 @@ def test_half_a_surrogate_pair_that_comes_all_the_same_ends_its_dialogue_alone(k
     assert "behind 'caf" in ending.error
 
 
-@pytest.mark.parametrize("said", ["", "\0"])
-def test_an_environment_that_says_nothing_leaves_turns_apart(said):
-    ending, contexts = played("plain", ["1", "2", "3"], ["1+1=", said, said])
-    assert ending.reason == "turns" and ending.num_turns == 3
-    line_break = KINDS["plain"][0].encode("\n", add_special_tokens=False)
-    assert contexts[1:] == [line_break, line_break]
-
-
 @pytest.mark.parametrize("where", ["whole", "context"])
 def test_a_chat_template_that_raises_anything_ends_its_dialogue_alone(where, monkeypatch):
     tokenizer, chat = KINDS["chat"]

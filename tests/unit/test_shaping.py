@@ -44,16 +44,6 @@ def test_a_completion_without_an_end_token_gets_the_penalty_instead_of_its_rewar
     assert shape([g], Shaping())[0].completions.tolist() == [0.5, 1.0, 0.0, 0.0]
 
 
-def test_the_kl_is_taken_off_each_token_and_off_the_completion():
-    kl = [1, -1, 0.5]  # k1 of log ref - log mu = -1, 1, -0.5
-    g = group(1, [2, 1], [1.0, 0.0], ref_logprobs=torch.tensor([-4.0, -2.0, -3.5]))
-    g.generator_logprobs[:] = torch.tensor([-3.0, -3.0, -3.0])
-    got = shape([g], Shaping(reward_kl_coef=0.1))[0]
-    # the score comes with the last token
-    assert got.tokens.tolist() == pytest.approx([-0.1 * kl[0], -0.1 * kl[1] + 1.0, -0.1 * kl[2]])
-    assert got.completions.tolist() == pytest.approx([1.0 - 0.1 * (kl[0] + kl[1]), -0.1 * kl[2]])
-
-
 def test_a_kl_needs_a_reference():
     with pytest.raises(ValueError, match="reward_kl_coef=0.1 needs ref_logprobs"):
         shape([group(1, [2], [1.0])], Shaping(reward_kl_coef=0.1))[0]
