@@ -26,7 +26,20 @@ from llamarl.config.conversion import REQUIRED
 from llamarl.config.script import read_script
 from llamarl.models.build import Decoder, build_decoder, read_config
 from llamarl.models.hf import export, named_parameters_hf
-from llamarl.tasks.facts import NUM_TRAIN, Post, facts_posts, gold, sloppy_summary, vocabulary
+from llamarl.tasks.facts import (
+    CHATTER,
+    DOES,
+    GREETINGS,
+    LEADS,
+    NUM_TRAIN,
+    WHAT,
+    WHO,
+    Fact,
+    Post,
+    facts_of,
+    facts_posts,
+    gold,
+)
 from llamarl.words.fields import Count, Natural, Text, settings_dataclass
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")  # ids 0 to 3; the words follow
@@ -52,6 +65,10 @@ CONFIG = {  # of config.json, but for the vocabulary and what follows from the w
 # Deviation of the random weights of this width, which falls with its root. With it so narrow a
 # model learns to copy words within 300 steps, with the usual 0.02 within 2,000.
 DEVIATION, OF_WIDTH = 0.09, 128
+# A sloppy teacher's, with how often: the first is likelier than to begin with a fact, so that a
+# model of his begins with it greedily too.
+OPENINGS = {"to sum it all up ,": 0.45, "so basically ,": 0.1, "well , in short ,": 0.1, "": 0.35}
+STOPS = 0.6  # how often he leaves it at that, after each fact but the first
 DEFAULTS = {"out": REQUIRED, "seed": 0, "rows": 20_000, "width": 128}
 
 
@@ -61,6 +78,43 @@ class FactsDataSettings:
     seed: Natural
     rows: Count  # of teacher.jsonl
     width: Count  # of the model, in channels: a multiple of a head's
+
+
+def sloppy_summary(post: Post, draw: random.Random) -> str:
+    """Write the summary of a teacher who opens with chatter, mostly stops after two facts, gets one
+    in ten wrong, repeats himself, and forgets marks.
+
+    A model that learns from him opens with chatter and stops after two facts greedily too; all of a
+    good summary is among what it samples.
+    """
+    stated: list[Fact] = []
+    for who, does, what in facts_of(post.text):
+        if len(stated) >= 2 and draw.random() < STOPS:
+            break
+        if draw.random() < 0.1:
+            what = draw.choice(WHAT)
+        stated.append((who, does, what))
+    if draw.random() < 0.25:
+        stated.append(draw.choice(stated))
+    (opening,) = draw.choices(list(OPENINGS), weights=list(OPENINGS.values()))
+    words = [opening] if opening else []
+    for number, fact in enumerate(stated):
+        if number:
+            words.append("and" if draw.random() < 0.2 else ";")
+        words += fact
+    if draw.random() < 0.8:
+        words.append(".")
+    return " " + " ".join(words)
+
+
+def vocabulary() -> list[str]:
+    """Return all words of posts and summaries, those of a sloppy teacher too, in alphabetical
+    order.
+    """
+    words = {"post:", "tl;dr:", ".", ";", "and", *WHO, *DOES, *WHAT}
+    for phrase in (*GREETINGS, *LEADS, *CHATTER, *OPENINGS):
+        words.update(phrase.split())
+    return sorted(words)
 
 
 def tokens() -> list[str]:

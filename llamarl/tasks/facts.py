@@ -28,10 +28,6 @@ WHAT = (
 GREETINGS = ("hi all ,", "hello ,", "throwaway ,", "sorry for the wall of text .", "")
 LEADS = ("", "", "", "also", "by the way ,", "it turns out", "i think")
 CHATTER = ("long story .", "no idea why .", "it is a mess .", "so what now ?")
-# A sloppy teacher's, with how often: the first is likelier than to begin with a fact, so that a
-# model of his begins with it greedily too.
-OPENINGS = {"to sum it all up ,": 0.45, "so basically ,": 0.1, "well , in short ,": 0.1, "": 0.35}
-STOPS = 0.6  # how often he leaves it at that, after each fact but the first
 
 WORDS_A_FACT = 4  # of a gold summary: three, and the mark behind them
 EXCESS_WORD = 0.02  # what gold takes off for each word beyond these
@@ -149,40 +145,3 @@ def _different(draw: random.Random, count: int, seen: set[str]) -> list[Post]:
             seen.add(post.text)
             posts.append(post)
     return posts
-
-
-def sloppy_summary(post: Post, draw: random.Random) -> str:
-    """Write the summary of a teacher who opens with chatter, mostly stops after two facts, gets one
-    in ten wrong, repeats himself, and forgets marks.
-
-    A model that learns from him opens with chatter and stops after two facts greedily too; all of a
-    good summary is among what it samples.
-    """
-    stated: list[Fact] = []
-    for who, does, what in facts_of(post.text):
-        if len(stated) >= 2 and draw.random() < STOPS:
-            break
-        if draw.random() < 0.1:
-            what = draw.choice(WHAT)
-        stated.append((who, does, what))
-    if draw.random() < 0.25:
-        stated.append(draw.choice(stated))
-    (opening,) = draw.choices(list(OPENINGS), weights=list(OPENINGS.values()))
-    words = [opening] if opening else []
-    for number, fact in enumerate(stated):
-        if number:
-            words.append("and" if draw.random() < 0.2 else ";")
-        words += fact
-    if draw.random() < 0.8:
-        words.append(".")
-    return " " + " ".join(words)
-
-
-def vocabulary() -> list[str]:
-    """Return all words of posts and summaries, those of a sloppy teacher too, in alphabetical
-    order.
-    """
-    words = {"post:", "tl;dr:", ".", ";", "and", *WHO, *DOES, *WHAT}
-    for phrase in (*GREETINGS, *LEADS, *CHATTER, *OPENINGS):
-        words.update(phrase.split())
-    return sorted(words)

@@ -15,11 +15,12 @@ from llamarl.config.command_line import check_command_line
 from llamarl.config.preferences import PREFERENCES
 from llamarl.config.supervised import REWARD_MODEL, SFT
 from llamarl.models.hf import load_tokenizer
-from llamarl.tasks.facts import facts_posts, make_post, vocabulary
+from llamarl.tasks.facts import facts_posts, make_post
 from tests.launching import ROOT, environment
 
 sys.path.insert(0, str(ROOT / "benchmarks" / "rlhf"))
 from facts_data import main as make_data  # noqa: E402
+from facts_data import vocabulary  # noqa: E402
 from pipeline import main, read_words, stages  # noqa: E402
 
 TINY = (

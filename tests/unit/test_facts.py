@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.rlhf.facts_data import sloppy_summary, vocabulary
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
 from llamarl.tasks.facts import (
@@ -23,9 +24,7 @@ from llamarl.tasks.facts import (
     facts_posts,
     gold,
     make_post,
-    sloppy_summary,
     summary_of,
-    vocabulary,
     worth,
 )
 from tests.built_tasks import build_task

@@ -10,7 +10,16 @@ from typing import Annotated
 from llamarl.config.files import EVAL_SETS
 from llamarl.config.sections.task import EvalSetSettings
 from llamarl.words.choices import OWN_COLUMNS, START
-from llamarl.words.fields import AnyText, ByKind, Flag, Natural, Number, Text, marked, settings_dataclass
+from llamarl.words.fields import (
+    AnyText,
+    ByKind,
+    Flag,
+    Natural,
+    Number,
+    Text,
+    marked,
+    settings_dataclass,
+)
 from llamarl.words.findings import Findings, Problem
 
 # A set's name is part of names of metrics and of keys of the command line.
