@@ -71,14 +71,7 @@ def test_what_was_learned_fades_until_a_dead_prompt_is_as_good_as_an_unseen_one(
     assert abs(later) < gap / 20
 
 
-@pytest.mark.parametrize(
-    "failed, solved",
-    [
-        (0, 1),
-        (-1, 1),
-        (-5, 0.5),
-    ],
-)
+@pytest.mark.parametrize("failed, solved", [(0, 1), (-1, 1), (-5, 0.5)])
 def test_a_sampler_counts_solved_completions_whatever_a_reward_gives_for_them(failed, solved):
     ours = sampler(num_prompts=4)
     beyond = (failed, solved) != (0, 1)

@@ -331,11 +331,7 @@ def test_the_same_text_is_a_tie_though_its_scores_differ_by_rounding():
 
 
 @pytest.mark.parametrize(
-    "num_won, num_prompts, low, high",
-    [
-        (81, 263, 0.2553, 0.3662),
-        (0, 20, 0, 0.1611),
-    ],
+    "num_won, num_prompts, low, high", [(81, 263, 0.2553, 0.3662), (0, 20, 0, 0.1611)]
 )
 def test_the_interval_is_wilsons_as_published(num_won, num_prompts, low, high):
     """Newcombe 1998, Interval estimation for the single proportion, table I, method 3."""

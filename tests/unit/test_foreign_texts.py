@@ -223,10 +223,7 @@ def played(kind, policy, answers, *, read="json", is_own=True, turns=None):
         max_turn_tokens=None,
     )
     dialogues = Dialogues(
-        {"task": environment},
-        decode=lambda ids: next(texts, ""),
-        seed=0,
-        reproducible=False,
+        {"task": environment}, decode=lambda ids: next(texts, ""), seed=0, reproducible=False
     )
     first = turns.first() if is_own else turns.prompt("a")[0]
     prompt = Prompt(torch.tensor(first), "a", {"game": 0} if is_own else {})

@@ -278,13 +278,7 @@ def test_in_order_fewer_groups_arrive_before_each_than_may_be_on_their_way(overc
         assert between <= run.limit - 1
 
 
-@pytest.mark.parametrize(
-    "scorer",
-    [
-        1,
-        8,
-    ],
-)
+@pytest.mark.parametrize("scorer", [1, 8])
 def test_a_slow_scorer_makes_a_run_slower_and_never_older(scorer):
     """A generator of 1 s for 16 groups at a time, steps of 2 s of 8 groups each, one scorer of so
     many seconds a group: what 16 groups on their way cost is 8 steps, where each brings two.

@@ -165,13 +165,7 @@ def assert_gradients(update, want, share=1.0):
 
 
 @pytest.mark.filterwarnings("ignore:sequences longer")
-@pytest.mark.parametrize(
-    "microbatch_tokens",
-    [
-        12,
-        1000,
-    ],
-)
+@pytest.mark.parametrize("microbatch_tokens", [12, 1000])
 def test_an_update_is_the_papers_whatever_the_microbatches(microbatch_tokens):
     groups = uneven_groups()
     objective, gradients = oracle(groups)

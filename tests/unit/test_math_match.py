@@ -178,17 +178,7 @@ def test_two_or_three_small_letters_that_are_no_common_word_are_a_product(
     assert is_equivalent(wanted, given) == is_equal
 
 
-@pytest.mark.parametrize(
-    "side",
-    [
-        "",
-        "?",
-        r"\frac{",
-        "()",
-        r"\{1,2\}",
-        "(1,2)%",
-    ],
-)
+@pytest.mark.parametrize("side", ["", "?", r"\frac{", "()", r"\{1,2\}", "(1,2)%"])
 def test_whatever_a_completion_puts_beside_an_equals_sign_is_no_error(library, side):
     for text in (f"4={side}", f"{side}=4", f"{side}={side}=50\\%", f"5=3={side}"):
         assert not is_equivalent("7", text)
@@ -202,14 +192,7 @@ def test_an_answer_that_is_a_number_is_compared_by_its_value(library):
             math_match("", r"\boxed{42}", {"answer": answer})
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        r"\frac12",
-        "north",
-        r"\boxed{4}",
-    ],
-)
+@pytest.mark.parametrize("answer", [r"\frac12", "north", r"\boxed{4}"])
 def test_a_row_with_a_formula_or_words_passes_its_check(library, answer):
     assert check_row("", "", {"answer": answer}) == 1.0
 

@@ -108,15 +108,7 @@ def test_another_key_of_the_row_and_installed_packages(walls):
     assert python_tests("", ADD, meta, **options) == 0.0
 
 
-@pytest.mark.parametrize(
-    "tests",
-    [
-        None,
-        [],
-        [3],
-        {"input": "1"},
-    ],
-)
+@pytest.mark.parametrize("tests", [None, [], [3], {"input": "1"}])
 def test_a_row_without_tests_is_an_error(tests):
     with pytest.raises(ValueError, match="the row's 'tests'"):
         python_tests("", ADD, {"tests": tests})
@@ -158,12 +150,7 @@ FORMS = {
         WRONG_SOLUTION,
     ),
     "APPS": (json.dumps({"inputs": ["1 2\n"], "outputs": ["3\n"]}), {}, SUM, "print(4)"),
-    "APPS, a function": (
-        {"fn_name": "add", "inputs": [[1, 2]], "outputs": [[3]]},
-        {},
-        ADD,
-        WRONG,
-    ),
+    "APPS, a function": ({"fn_name": "add", "inputs": [[1, 2]], "outputs": [[3]]}, {}, ADD, WRONG),
     "lines in lists": ({"inputs": [["1 2"]], "outputs": [["3"]]}, {}, SUM, "print(4)"),
     "types by name": (TYPED, {}, ADD, WRONG),
     "HumanEval": (CHECK, {"entry_point": "add"}, ADD, WRONG),
@@ -392,11 +379,7 @@ def answer_of(lines, machine, number, argument=0):
         if code == 0x20:  # load
             value = loaded[constant]
             continue
-        holds = {
-            0x15: value == constant,
-            0x35: value >= constant,
-            0x45: value & constant != 0,
-        }
+        holds = {0x15: value == constant, 0x35: value >= constant, 0x45: value & constant != 0}
         at += if_true if holds[code] else if_false
 
 

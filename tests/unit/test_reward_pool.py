@@ -198,13 +198,7 @@ def test_a_function_that_forks_and_comes_back_twice_scores_once():
     assert [o.value for o in outcomes] == [1, 1, 1, 3]
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        '[7, "score", 0.0, "", 0.0]',
-        "{",
-    ],
-)
+@pytest.mark.parametrize("line", ['[7, "score", 0.0, "", 0.0]', "{"])
 def test_an_answer_for_another_item_costs_one_item(line):
     outcomes = run(["value 1", f"forge {line}", "value 2", "value 3"])
     assert [o.value for o in outcomes if o.kind == "score"] == [1, 2, 3]
@@ -443,12 +437,7 @@ def test_meta_that_is_not_json_is_refused():
 
 @pytest.mark.parametrize(
     "num_workers, call_s, ahead",
-    [
-        (1, None, BATCH),
-        (1, 1e-5, MOST_CALLS),
-        (2, 0.1, 30),
-        (2, 60.0, 2),
-    ],
+    [(1, None, BATCH), (1, 1e-5, MOST_CALLS), (2, 0.1, 30), (2, 60.0, 2)],
 )
 def test_a_worker_has_calls_for_some_seconds_ahead_and_what_else_comes_can_wait(
     num_workers, call_s, ahead

@@ -185,13 +185,7 @@ def test_whitened_advantages_have_mean_0_and_deviation_1_over_trained_tokens():
 
 
 @pytest.mark.parametrize("by_token", [True, False])
-@pytest.mark.parametrize(
-    "value",
-    [
-        0.1,
-        0.0,
-    ],
-)
+@pytest.mark.parametrize("value", [0.1, 0.0])
 def test_equal_rewards_stay_what_they_are(value, by_token):
     """A deviation of 0 is no unit: over it, rewards of 1 became 1e8."""
     tokens = [torch.full((6,), value), torch.full((3,), value)]

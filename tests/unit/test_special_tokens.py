@@ -11,14 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import (
-    AddedToken,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-)
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from llamarl.learning.preference import read_preference_data
@@ -346,13 +339,7 @@ def dated(path, template):
     return path
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        "%A %-d %B",
-        "%H:%M:%S %j %p",
-    ],
-)
+@pytest.mark.parametrize("form", ["%A %-d %B", "%H:%M:%S %j %p"])
 def test_a_template_sees_one_date_in_any_form_and_is_else_as_it_was(form, tmp_path):
     template = (
         "\n  {% macro day(form) %}{{ strftime_now(form) }}{% endmacro %}\n"

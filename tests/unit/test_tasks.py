@@ -202,13 +202,7 @@ def test_an_empty_file_is_an_error(tmp_path, text):
         build_task("jsonl", CharTokenizer(), path=tmp_path / "t.jsonl")
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "jsonl",
-        "hf_dataset",
-    ],
-)
+@pytest.mark.parametrize("kind", ["jsonl", "hf_dataset"])
 def test_a_missing_path_says_which_setting_names_it(kind, tmp_path):
     with pytest.raises(FileNotFoundError, match="task.path"):
         build_task(kind, CharTokenizer(), path=tmp_path / "absent")
@@ -707,15 +701,7 @@ def test_the_final_number_of_a_text(text, number):
     assert final_number(text) == Decimal(number)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "####",
-        "12 is it #### none",
-        "-",
-        "٣",
-    ],
-)
+@pytest.mark.parametrize("text", ["####", "12 is it #### none", "-", "٣"])
 def test_a_text_without_a_final_number_has_none(text):
     assert final_number(text) is None
 
@@ -746,11 +732,7 @@ def test_exact_match_forgives_only_the_space_around():
 
 @pytest.mark.parametrize(
     "answer, text",
-    [
-        (42.0, "42"),
-        (1e-05, "0.00001"),
-        pytest.param(10**5000, "1" + "0" * 5000, id="5,001 digits"),
-    ],
+    [(42.0, "42"), (1e-05, "0.00001"), pytest.param(10**5000, "1" + "0" * 5000, id="5,001 digits")],
 )
 def test_a_number_of_json_is_compared_as_it_is_written_in_full(answer, text):
     for reward in (exact_match, numeric_match):
@@ -758,14 +740,7 @@ def test_a_number_of_json_is_compared_as_it_is_written_in_full(answer, text):
         assert reward("", "22", {"answer": answer}) == 0.0
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        ["42", "forty-two"],
-        True,
-        math.nan,
-    ],
-)
+@pytest.mark.parametrize("answer", [["42", "forty-two"], True, math.nan])
 def test_an_answer_with_several_forms_is_an_error_and_no_score(answer):
     for reward in (exact_match, numeric_match):
         with pytest.raises(ValueError, match="need a text, a whole number or a finite decimal"):

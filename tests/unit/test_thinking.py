@@ -45,15 +45,7 @@ def test_the_form_of_a_completion(text, thinking, answer, is_right):
 # --- length ---
 
 
-@pytest.mark.parametrize(
-    "num_tokens, penalty",
-    [
-        (60, 0.0),
-        (70, -0.25),
-        (100, -1.0),
-        (500, -1.0),
-    ],
-)
+@pytest.mark.parametrize("num_tokens, penalty", [(60, 0.0), (70, -0.25), (100, -1.0), (500, -1.0)])
 def test_the_penalty_falls_evenly_over_the_cache(num_tokens, penalty):
     """100 tokens of which the last 40 are the cache: 10 into it are a quarter of the penalty."""
     meta = of_tokens(num_tokens)
