@@ -235,7 +235,7 @@ def test_a_row_without_a_formula_is_an_error_and_not_a_wrong_answer(library):
         math_match("", r"\boxed{4}", {"answer": r"\frac{"})
 
 
-@settings(deadline=None)
+@settings(max_examples=40)
 @given(
     inner=st.recursive(
         st.text("ab1 +", max_size=4), lambda some: st.tuples(some, some).map("{%s}%s".__mod__)
@@ -246,6 +246,7 @@ def test_a_box_holds_what_stands_between_its_braces(inner, before):
     assert last_boxed(rf"{before} \boxed{{{inner}}}. Done.") == inner
 
 
+@settings(max_examples=40)
 @given(text=st.text())
 def test_any_text_has_a_box_or_none(text):
     found = last_boxed(text)
@@ -256,6 +257,7 @@ def test_any_text_has_a_box_or_none(text):
 WITHOUT_MARKS = st.text().filter(lambda text: "<think>" not in text and "</think>" not in text)
 
 
+@settings(max_examples=40)
 @given(thoughts=WITHOUT_MARKS, answer=WITHOUT_MARKS)
 def test_thoughts_and_answer_are_what_the_marks_part(thoughts, answer):
     assert split_thoughts(f"<think>{thoughts}</think>{answer}", "opens") == (thoughts, answer)

@@ -53,10 +53,12 @@ def score(prompt, completion, meta):
     start()
     start(session=True)
     orphan()
+    if completion == "hang":
+        with open("pids", "a") as file:
+            file.write(f"{os.getpid()}\\n")
+        time.sleep(1000)
     if completion == "die":
         os.kill(os.getpid(), signal.SIGKILL)
-    if completion == "hang":
-        time.sleep(1000)
     if completion == "raise":
         raise ValueError("no score")
     return 1.0
@@ -117,14 +119,14 @@ def test_what_an_item_leaves_running_ends_with_the_item(what, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what, timeout_s", [("die", DEADLINE_S), ("hang", 3.0)])
-def test_what_an_item_started_ends_with_a_worker_that_dies_or_is_killed(what, timeout_s):
+@pytest.mark.parametrize("what, timeout_s, count", [("die", DEADLINE_S, 3), ("hang", 3.0, 4)])
+def test_what_an_item_started_ends_with_a_worker_that_dies_or_is_killed(what, timeout_s, count):
     with RewardPool("my_rewards:score", timeout_s=timeout_s) as pool:
         assert pool.score([("", what, {})])[0].kind == "error"
-        assert_all_end(started(), 3)
+        assert_all_end(started(), count)
 
 
-def test_what_an_item_started_ends_with_the_rank(user_directory):
+def test_a_hanging_worker_and_what_it_started_end_with_the_rank(user_directory):
     code = """
     import time
     from llamarl.scoring.pool import RewardPool
@@ -141,14 +143,14 @@ def test_what_an_item_started_ends_with_the_rank(user_directory):
     try:
         assert rank.stdout.readline() == "at work\n"
         give_up = time.monotonic() + DEADLINE_S
-        while not os.path.exists("pids") or len(started()) < 3:
+        while not os.path.exists("pids") or len(started()) < 4:
             assert time.monotonic() < give_up
             time.sleep(0.02)
     finally:
         rank.kill()
         rank.wait()
         rank.stdout.close()
-    assert_all_end(started(), 3)
+    assert_all_end(started(), 4)
 
 
 def test_what_was_started_while_the_module_was_imported_serves_all_items():
@@ -251,4 +253,4 @@ def test_a_worker_that_the_kernel_holds_is_left_behind_and_told_of(monkeypatch, 
     assert timeouts == [0.1, 0.1]
     pool.close()
     assert waits(DEADLINE_S) is not None
-    assert_all_end(started(), 3)
+    assert_all_end(started(), 4)
