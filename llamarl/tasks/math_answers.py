@@ -156,53 +156,26 @@ def is_product(text: str) -> bool:
     return bool(_PRODUCT.fullmatch(letters)) and letters not in _SHORT_WORDS
 
 
-# As many of a base unit, which is the first of a line.
-_UNITS: dict[str, dict[str, int | str]] = {
-    "length": {
-        "m": 1,
-        "km": 1000,
-        "dm": "0.1",
-        "cm": "0.01",
-        "mm": "0.001",
-        "ft": "0.3048",
-        "in": "0.0254",
-        "yd": "0.9144",
-        "mi": "1609.344",
-    },
-    "mass": {"g": 1, "kg": 1000, "mg": "0.001", "t": 1000000},
-    "time": {"s": 1, "min": 60, "h": 3600, "day": 86400, "week": 604800, "ms": "0.001"},
-    "volume": {"l": 1, "ml": "0.001", "cl": "0.01", "dl": "0.1"},
+def _table(text: str) -> dict[str, str]:
+    return dict(pair.split("=") for pair in text.split())
+
+
+# Units of each quantity, with how many base units each one is.
+_UNITS = {
+    "length": _table(
+        "m=1 km=1000 dm=0.1 cm=0.01 mm=0.001 ft=0.3048 in=0.0254 yd=0.9144 mi=1609.344"
+    ),
+    "mass": _table("g=1 kg=1000 mg=0.001 t=1000000"),
+    "time": _table("s=1 min=60 h=3600 day=86400 week=604800 ms=0.001"),
+    "volume": _table("l=1 ml=0.001 cl=0.01 dl=0.1"),
 }
-_NAMES = {
-    "meter": "m",
-    "metre": "m",
-    "kilometer": "km",
-    "kilometre": "km",
-    "decimeter": "dm",
-    "centimeter": "cm",
-    "centimetre": "cm",
-    "millimeter": "mm",
-    "millimetre": "mm",
-    "foot": "ft",
-    "feet": "ft",
-    "inch": "in",
-    "inche": "in",  # inches without its s
-    "yard": "yd",
-    "mile": "mi",
-    "gram": "g",
-    "kilogram": "kg",
-    "milligram": "mg",
-    "tonne": "t",
-    "second": "s",
-    "sec": "s",
-    "minute": "min",
-    "hour": "h",
-    "hr": "h",
-    "liter": "l",
-    "litre": "l",
-    "milliliter": "ml",
-    "millilitre": "ml",
-}
+# "inche" is inches without its s.
+_NAMES = _table(
+    "meter=m metre=m kilometer=km kilometre=km decimeter=dm centimeter=cm centimetre=cm "
+    "millimeter=mm millimetre=mm foot=ft feet=ft inch=in inche=in yard=yd mile=mi gram=g "
+    "kilogram=kg milligram=mg tonne=t second=s sec=s minute=min hour=h hr=h liter=l litre=l "
+    "milliliter=ml millilitre=ml"
+)
 _UNIT = re.compile(
     r"(?:\\[ ,;!]|~|\s)*"
     r"(?:\\(?:text|mathrm|textrm|mbox|operatorname)\s*\{\s*([A-Za-z]+)\.?\s*\}"
