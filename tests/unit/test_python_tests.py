@@ -186,6 +186,7 @@ FORMS = {
         WRONG,
     ),
     "absent keys are null": ([{**PRINTS[0], "testtype": None, "type": None}], {}, SUM, "print(4)"),
+    "columns of code_contests": ({"input": ["1 2\n"], "output": ["3\n"]}, {}, SUM, "print(4)"),
     "absent columns are null": (
         {"inputs": None, "outputs": None, "input": ["1 2\n"], "output": ["3\n"]},
         {},
