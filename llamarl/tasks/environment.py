@@ -268,7 +268,6 @@ class TurnTokens:
         token.
         """
         foreign = [self._special.foreign_in(turn["content"]) for turn in turns]
-
         return self._special.shown(lambda turns: self._render(turns, tools), turns, foreign)
 
     def _render(self, turns: list[ChatTurn], tools: Sequence[Schema]) -> str:

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from llamarl.evaluation.report import shown_rate
 from llamarl.evaluation.win_rate import WinRate
 from llamarl.models.config import tiny_directory
-from llamarl.observe.report import write_report
 from recipes import evaluate
 from tests.launching import EVAL_PROMPTS, SMALL, ForkedJob, environment, untimed
 from tests.random_models import swap_tokens
@@ -119,16 +118,6 @@ def test_a_run_reports_the_perplexity_of_transformers(run, answers):
     assert run.rows[-1]["eval/perplexity"] == pytest.approx(perplexity, rel=NATS)
 
 
-@pytest.mark.bitwise("a synchronous run is the same every time")
-@pytest.mark.slow
-def test_synchronous_runs_are_alike_to_the_bit_with_gold_too(run, gold, tmp_path):
-    path, _ = gold
-    given = (f"eval.gold={path}", f"eval.base={tiny_directory()}")
-    with ForkedJob(*GIVEN, *given, run_dir=tmp_path / "run") as job:
-        assert job.wait() == 0, job.output
-    assert untimed(job.rows) == untimed(run.rows)
-
-
 @pytest.mark.bitwise("what is judged beside a run changes nothing that is learned")
 @pytest.mark.slow
 def test_gold_changes_nothing_that_is_learned(run, tmp_path):
@@ -181,13 +170,6 @@ def test_gold_may_be_a_function_and_beside_a_lagging_trainer(tmp_path):
         num_scored = EVAL_PROMPTS - row["eval/gold_masked"]
         wins = row["eval/win_rate"] * num_scored
         assert wins == pytest.approx(row["eval/accuracy"] * EVAL_PROMPTS / 2, abs=1e-9)
-
-
-@pytest.mark.slow
-def test_the_report_has_its_curves(run):
-    page = write_report(run.run_dir).read_text()
-    for title in ("Gold score", "Win rate", "Perplexity under the base model"):
-        assert f"<img alt='{title}'" in page
 
 
 # --- recipes/evaluate.py ---

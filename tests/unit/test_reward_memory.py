@@ -133,10 +133,7 @@ def process_that(code):
     """A Python that has run `code` and waits for the end of its input."""
     program = f"import sys\n{code}\nprint('ready', flush=True)\nsys.stdin.read()"
     process = subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout.readline() == "ready\n"
     return process
