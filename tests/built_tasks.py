@@ -53,15 +53,15 @@ def set_of(kind: str, *, num_prompts: int, **given: object) -> sections.EvalSetS
     return sections.EvalSetSettings(prompts=prompts, num_prompts=num_prompts)
 
 
-def settings_of(kind: str, name: str = "", **given: object) -> Any:
-    """Return the settings of a kind. name: of their record; "": a whole task's."""
-    record = getattr(sections, f"{name or NAMES[kind]}Settings")
-    fields = get_type_hints(record)
+def settings_of(kind: str, record: str = "", **given: object) -> Any:
+    """Return the settings of a kind. record: its name; "": a whole task's."""
+    made = getattr(sections, f"{record or NAMES[kind]}Settings")
+    fields = get_type_hints(made)
     for key in ("path", "eval_path"):
         if given.get(key) is not None:
             given[key] = str(given[key])
     used = {key: value for key, value in DEFAULTS.items() if key in fields}
-    return record(**{**used, "kind": kind, **given})
+    return made(**{**used, "kind": kind, **given})
 
 
 def build_task(

@@ -100,7 +100,7 @@ def answer_from(values: list) -> Answer | None:
     is_reward = reward is None or isinstance(reward, float)
     if not (are_turns and isinstance(done, bool) and isinstance(stopped, bool) and is_reward):
         return None
-    return Answer(*values)
+    return Answer(messages=messages, tools=tools, done=done, stopped=stopped, reward=reward)
 
 
 class Played:
