@@ -389,7 +389,10 @@ def _compose(
         try:
             words = [*search, *kept.values(), *stand_ins]
             composed = compose(config_name, words, return_hydra_config=True)
-            by_path = "model" not in chosen and _takes_a_directory(composed)
+            # Values for the tiny model may name another one's directory.
+            is_for_tiny = composed.hydra.runtime.choices.get("model") == "tiny"
+            by_path = "model" not in chosen and is_for_tiny
+            by_path = by_path and not is_tiny(OmegaConf.select(composed, "model.path"))
             if by_path:
                 composed = compose(config_name, [*words, BY_PATH])
             else:
@@ -419,12 +422,6 @@ def _compose(
             return _Composed(config, problems, by_path)
         problems += [problem for problem in found if wrong.isdisjoint(problem.keys)]
     return _Composed(None, problems, by_path)
-
-
-def _takes_a_directory(composed: DictConfig) -> bool:
-    """Whether values composed for the tiny model name another one's directory."""
-    chosen = composed.hydra.runtime.choices.get("model")
-    return chosen == "tiny" and not is_tiny(OmegaConf.select(composed, "model.path"))
 
 
 @overload

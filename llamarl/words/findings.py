@@ -222,7 +222,9 @@ def problems_of(error: ValidationError, root: type, values: Mapping[str, object]
             if not having:
                 found[key] = Problem(key, "unknown key" + _near(place, section, root), (key,))
             elif place.section not in lacking:
-                what = f"only {_chooser(place.section)}={' or '.join(having)} has it"
+                # A section has files in conf/ to choose from, unless the user gave it its name.
+                named = place.section if len(place.section) == 1 else (*place.section, "kind")
+                what = f"only {'.'.join(named)}={' or '.join(having)} has it"
                 found[key] = Problem(key, what, (key,))
         elif one["type"] == "value_error" and _is_of_one_kind(place.hint):
             found[key] = Problem(key, str(one["ctx"]["error"]), (key,))
@@ -247,13 +249,6 @@ def _at(values: object, path: Iterable[str]) -> object:
         # A name may be a number: eval.sets={1: {kind: addition}}.
         values = {str(key): value for key, value in values.items()}.get(name)
     return values
-
-
-def _chooser(section: tuple[str, ...]) -> str:
-    """Return the key that chooses a section's kind. A section has files in conf/ to choose from,
-    unless the user gave it its name.
-    """
-    return ".".join(section if len(section) == 1 else (*section, "kind"))
 
 
 def _having(place: _Place) -> list[str]:

@@ -128,7 +128,8 @@ def test_the_defaults_are_a_synchronous_or_asynchronous_addition_run_that_nothin
 
 @pytest.mark.parametrize(
     "group",
-    sorted(path.name for path in CONF_DIR.iterdir() if path.is_dir() and path.name != "experiment"),
+    # Losses and experiments have tests of their own.
+    sorted({path.name for path in CONF_DIR.iterdir() if path.is_dir()} - {"experiment", "loss"}),
 )
 def test_every_choice_of_every_group_fits_the_schema_and_has_the_name_of_its_kind(
     group, tmp_path, monkeypatch
