@@ -211,7 +211,7 @@ def asked_kinds(source: str) -> list[str]:
         "'novelty' != part.kind",
         "from llamarl.scoring.kinds.model import ModelKindSettings",
         "import llamarl.scoring.kinds.judge",
-        "from llamarl.launch.scorers import encoder",
+        "from llamarl.scoring.kinds import encoder",
     ],
 )
 def test_asking_for_a_kind_of_scorer_is_seen(source):
