@@ -15,8 +15,9 @@ from llamarl.models.fsdp import local
 from llamarl.scoring.ahead import LogprobHead, PieceReader, ScoreHead
 from llamarl.scoring.growing import GrowingSequences
 from llamarl.scoring.reference import StreamedLogprobs
-from llamarl.scoring.sharded import ScorerSettings, ShardedReference, ShardedScorer
+from llamarl.scoring.sharded import ShardedReference, ShardedScorer
 from llamarl.types import Stretch
+from tests.build.kind_settings import model_settings
 from tests.ranks.topologies import TOPOLOGIES, WORLD
 from tests.scorers import SCORES, asked_for, transformers_scores, write_scorer
 from tests.tolerances import of_logprobs
@@ -143,7 +144,7 @@ def of_reference(group: ExecutorGroup) -> dict:
 
 
 def of_scorer(group: ExecutorGroup, path: str) -> dict:
-    scorer = ShardedScorer(ScorerSettings(path=path, dtype="float32", microbatch_tokens=60), group)
+    scorer = ShardedScorer(model_settings(path, microbatch_tokens=60), group)
     return {
         "whole": lists(scorer.scores(asked_for(*size)) for size in SIZES),
         "held": num_held(scorer.decoder),

@@ -1,4 +1,4 @@
-"""The benchmarks' own arithmetic, without their runs (tests/recipes/test_benchmarks.py)."""
+"""The benchmarks' own arithmetic, without their runs (tests/recipes/test_benchmark_runs.py)."""
 
 import importlib
 import json
