@@ -9,12 +9,15 @@ from collections import Counter
 
 from llamarl.scoring.pool import RewardPool
 from tests import launching
+from tests.build import job
 from tests.forkery import Forkery, the_forkery
 
 STARTERS = (
     launching.Job,
     launching.ForkedJob,
     launching.environment,
+    job.finished_job,
+    job.run_python,
     Forkery,
     the_forkery,
     RewardPool,

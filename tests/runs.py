@@ -84,7 +84,8 @@ class Runs:
         # worker that died.
         with locked(self.folder / f"{name}.lock"):
             if not code.exists():
-                home.mkdir(exist_ok=True)
+                shutil.rmtree(home, ignore_errors=True)  # of a making that did not end
+                home.mkdir()
                 if named.after is not None:
                     shutil.copytree(before.run_dir, home / "run")
                 code.write_text(str(self._make(named, home)))

@@ -414,14 +414,27 @@ def assert_accepted(commands: list[tuple[int, list[str]]]) -> None:
     assert not refused
 
 
+def test_what_pickles_is_banned_everywhere_but_in_tests_and_benchmarks():
+    lint = tomllib.loads(text_of(ROOT / "pyproject.toml"))["tool"]["ruff"]["lint"]
+    banned = {"pickle", "marshal", "dill", "multiprocessing", "torch.load", "torch.save"}
+    assert banned <= lint["flake8-tidy-imports"]["banned-api"].keys()
+    assert "TID251" in lint["select"]
+    exempt = [files for files, rules in lint["per-file-ignores"].items() if "TID251" in rules]
+    assert exempt == ["{benchmarks,tests}/**"]
+    assert not [file for file in python_files(*CODE) if "noqa: TID" in text_of(file)]
+
+
 def test_commands_of_guides_and_pages_are_accepted(users_folder, monkeypatch):
     # These need not be installed.
     monkeypatch.setattr("llamarl.inference.vllm_engine.vllm_problem", lambda: None)
     monkeypatch.setattr("llamarl.config.sections.run.find_spec", lambda name: name)
     found = hydra_commands()
-    pages = [f"docs/{name}.md" for name in ("algorithms", "asynchrony", "models", "papers")]
+    assert len(found) > 20 and (2, []) in found
+    pages = [f"docs/{name}.md" for name in ("algorithms", "models", "papers")]
     for page in (*pages, "benchmarks/rlhf/README.md"):
-        found += hydra_commands(shell_of(page))
+        of_page = hydra_commands(shell_of(page))
+        assert of_page, page
+        found += of_page
     assert_accepted(found)
 
 

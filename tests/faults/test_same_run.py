@@ -4,6 +4,7 @@ torchrun, after a kill.
 
 import json
 import os
+import shutil
 import signal
 import socket
 
@@ -67,9 +68,12 @@ def test_completions_under_way_are_not_gone_on_with_under_other_prompts(tmp_path
     assert after["frontier"] - len(open_) == trained, "tickets that were trained on, each once"
 
 
-def test_another_number_of_held_out_prompts_is_refused_by_its_key(synchronous_run, launch_here):
+def test_another_number_of_held_out_prompts_is_refused_by_its_key(
+    synchronous_run, launch_here, tmp_path
+):
+    run_dir = shutil.copytree(synchronous_run.run_dir, tmp_path / "run")
     given = (*SMALL, "max_lag=0", "resume=auto", "eval.num_prompts=5")
-    code, said = launch_here(*given, f"run_dir={synchronous_run.run_dir}")
+    code, said = launch_here(*given, f"run_dir={run_dir}")
     assert code == BAD_INPUT
     assert "other held-out prompts: eval.num_prompts: 20 in the checkpoint, 5 now" in said.err
 

@@ -2,6 +2,8 @@
 input.
 """
 
+import shutil
+
 import pytest
 import torch
 
@@ -90,8 +92,9 @@ def test_a_run_leaves_its_config_and_a_model_that_transformers_loads(runs):
     )
 
 
-def test_a_directory_with_a_run_is_not_used_again_by_accident(launch_here, runs):
-    code, output = launch_here(*SMALL, f"run_dir={runs('asynchronous').run_dir}")
+def test_a_directory_with_a_run_is_not_used_again_by_accident(launch_here, runs, tmp_path):
+    run_dir = shutil.copytree(runs("asynchronous").run_dir, tmp_path / "run")
+    code, output = launch_here(*SMALL, f"run_dir={run_dir}")
     assert code == BAD_INPUT and "holds a run already; go on with resume=auto" in output.err
 
 

@@ -520,7 +520,7 @@ def test_it_does_not_wait_for_bytes_that_are_sent(kinds):
 
 
 def test_a_version_of_which_another_trainer_rank_owes_a_part_is_named():
-    ends = Ends(SpyLink(), SpyLink(), timeout_s=0.3)
+    ends = Ends(SpyLink(), SpyLink(), timeout_s=1.0)
     ends.publish(0), ends.receive(0)
     until(lambda: ends.publishers[0].committed_version == 0, ends.sending)
     ends.publish(1, only=0)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from llamarl.scoring.pool import RewardPool
+from tests.build.job import finished_job
 from tests.launching import ForkedJob, environment
 from tests.order import long_files_first
 
@@ -29,7 +30,7 @@ def test_files_of_many_tests_come_before_those_of_few_and_keep_their_order():
 
 @pytest.mark.parametrize(
     "starting",
-    [{"fixtures": ["pool"]}, {"fixtures": ["runs"]}, {"run": ForkedJob}]
+    [{"fixtures": ["pool"]}, {"fixtures": ["runs"]}, {"run": ForkedJob}, {"run": finished_job}]
     + [{"env": environment}, {"subprocess": subprocess}, {"Pool": RewardPool}],
 )
 def test_a_file_that_starts_processes_comes_first_as_a_whole(starting):
