@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -161,6 +162,16 @@ class Patience:
         and nothing was ever scored.
         """
         return not self.has_answered and call.prompts <= self.hung
+
+
+def _is_verdict(value: object) -> bool:
+    """Whether a JSON value is a Verdict (worker.py), because the worker's process may write
+    anything.
+    """
+    match value:
+        case ["score", float(), str()] | ["abstain" | "error", None, str()]:
+            return True
+    return False
 
 
 def _array(values: Iterable[str]) -> str:
@@ -327,10 +338,12 @@ class RewardPool(WorkerPool[Call], Scorer):
 
     def _answer(self, worker: WorkerProcess[Call], message: Any) -> bool:
         match message:
-            case [[*keys], [*verdicts], finished_at] if (
+            case [[*keys], [*verdicts], float(finished_at)] if (
                 worker.in_flight
                 and worker.in_flight[0].is_answered_by(keys)
                 and len(verdicts) == len(keys)
+                and all(map(_is_verdict, verdicts))
+                and 0.0 <= finished_at <= time.monotonic()
             ):
                 call = worker.in_flight[0]
                 self._enter(worker, keys, finished_at)

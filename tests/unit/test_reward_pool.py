@@ -196,11 +196,30 @@ def test_a_function_that_forks_and_comes_back_twice_scores_once():
     assert [o.value for o in outcomes] == [1, 1, 1, 3]
 
 
-@pytest.mark.parametrize("line", ['[7, "score", 0.0, "", 0.0]', "{"])
+@pytest.mark.parametrize("line", ['[7, "score", 0.0, "", 0.0]', "{", "[]", "5"])
 def test_an_answer_for_another_item_costs_one_item(line):
     outcomes = run(["value 1", f"forge {line}", "value 2", "value 3"])
     assert [o.value for o in outcomes if o.kind == "score"] == [1, 2, 3]
     assert "sent what it was not asked" in outcomes[1].reason
+
+
+def test_an_answer_of_another_shape_costs_its_item():
+    """The keys are those of the item that is being scored."""
+    answers = [
+        "[5], 0.0",
+        '[["guess", 1.0, ""]], 0.0',
+        '[["score", "1", ""]], 0.0',
+        '[["score", [1.0], ""]], 0.0',
+        '[["error", null, 3]], 0.0',
+        '[["score", 1.0, ""]], "now"',
+        '[["score", 1.0, ""]], NaN',
+        '[["score", 1.0, ""]], 1e300',
+    ]
+    forged = [f"forge [[{key}], {answer}]" for key, answer in enumerate(answers, 1)]
+    first, *outcomes, last = run(["value 1", *forged, "value 2"])
+    assert (first.value, last.value) == (1, 2)
+    for answer, outcome in zip(answers, outcomes, strict=True):
+        assert outcome.kind == "error" and "what it was not asked" in outcome.reason, answer
 
 
 def test_a_worker_that_ends_by_itself_tells_its_own_exit_code():
