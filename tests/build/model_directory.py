@@ -28,13 +28,6 @@ def copy_tiny(path: Path, **config) -> Path:
     return path
 
 
-def copy_tokenizer(path: Path) -> Path:
-    """Give a model directory the embedded model's tokenizer."""
-    for file in tiny_directory().glob("tokenizer*"):
-        shutil.copyfile(file, path / file.name)
-    return path
-
-
 def write_model(path: Path, config: dict, *, seed: int = 0, scale: float = 0.4) -> Path:
     """Write a random model of this config.json. Norms are around 1 and other weights around 0, with
     the deviation `scale`: so large that every weight shows in the logits.

@@ -5,13 +5,18 @@ tests/ranks/test_adapters.py.
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from llamarl.config.command_line import ConfigError, check_command_line
+from executors.build_trainer import build_trainer
+from llamarl.comm.groups import World
+from llamarl.config.command_line import ConfigError, check_command_line, compose_config
+from llamarl.launch.job import Job
+from llamarl.launch.run_directory import RunDirectory
 from llamarl.learning.trained_model import WeightAverage
 from llamarl.models import hf
 from llamarl.models.attention import PackedAttention
@@ -182,3 +187,19 @@ def test_what_cannot_be_is_said(overrides, said):
     with pytest.raises(ConfigError) as caught:
         check_command_line(overrides.split(), world_size=1)
     assert said in str(caught.value)
+
+
+def test_settings_reach_the_trainer():
+    config = compose_config(
+        [
+            "trainer.lora.rank=8",
+            "trainer.lora.alpha=16",
+            "trainer.lora.targets=[q_proj,up_proj]",
+            "trainer.ema_decay=0.9",
+            "seed=4",
+        ]
+    )
+    job = Job(config, World(0, 1, torch.device("cpu")), RunDirectory(Path(), None))
+    settings = build_trainer(config, job).model_settings
+    assert settings.lora == Lora(8, 16.0, ("q_proj", "up_proj"), 4)
+    assert settings.ema_decay == 0.9

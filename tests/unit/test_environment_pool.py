@@ -7,8 +7,11 @@ import os
 
 import pytest
 
+from llamarl.environments import pool as pool_file
 from llamarl.environments.pool import EnvironmentPool, Failure
 from llamarl.environments.worker import Answer, answer_from
+from llamarl.errors import RewardError
+from llamarl.workers import process
 
 PATIENCE_S = 60.0
 
@@ -178,7 +181,19 @@ def test_other_values_are_no_answer(values):
     assert answer_from(answer.values) == answer
 
 
-@pytest.mark.parametrize("line", [json.dumps([2, ["answer", []], 0.0]), "[" * 2000])
+NOTHING = Answer().values
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        json.dumps([2, ["answer", []], 0.0]),
+        json.dumps([2, ["answer", None], 0.0]),
+        json.dumps([2, ["error", 3], 0.0]),
+        json.dumps([2, ["answer", NOTHING], "now"]),
+        "[" * 2000,
+    ],
+)
 def test_a_line_that_no_worker_writes_ends_one_environment_alone(pool_of, line):
     pool = pool_of("Hostile")
     for key in range(2):
@@ -280,3 +295,11 @@ def test_what_is_let_go_of_answers_no_more(pool_of):
 def test_a_path_that_leads_nowhere_is_told_with_its_key(pool_of):
     with pytest.raises(ValueError, match="task.environment=tests.games:Ship: .*did you mean Shop"):
         pool_of("Ship").start()
+
+
+def test_workers_that_cannot_start_end_the_run(pool_of, monkeypatch, tmp_path):
+    (tmp_path / "ends_at_once.py").write_text("raise SystemExit(4)")
+    monkeypatch.setattr(process, "ROOT", str(tmp_path))
+    monkeypatch.setattr(pool_file, "WORKER", "ends_at_once")
+    with pytest.raises(RewardError, match="exited with code 4 before its first answer"):
+        pool_of("Shop").start()

@@ -63,11 +63,6 @@ def outcomes_of(reply, items, **options):
         return judged(judge, items)
 
 
-def one_outcome(reply, **options):
-    (outcome,) = outcomes_of(reply, [("p", "c", {})], **options)
-    return outcome
-
-
 # --- What it is asked, and what that becomes ---
 
 
@@ -219,6 +214,20 @@ def test_after_the_last_retry_it_is_an_error():
             (outcome,) = judged(judge, [("p", "c", {})])
     assert outcome.kind == "error" and "judge refused: HTTP 503: busy" in outcome.reason
     assert len(server.questions) == 3
+
+
+def test_a_server_that_asks_to_wait_is_given_its_time(monkeypatch):
+    pause_s = endpoint_module.Endpoint._pause_s
+    pauses = []
+
+    def at_once(endpoint, state):
+        pauses.append(pause_s(endpoint, state))
+        return 0.0
+
+    monkeypatch.setattr(endpoint_module.Endpoint, "_pause_s", at_once)
+    replies = [Reply(status=429, headers={"Retry-After": "7"}, body=b""), "Score: 10"]
+    (outcome,) = outcomes_of(lambda q: replies.pop(0), [("p", "c", {})])
+    assert outcome.value == 1.0 and len(pauses) == 1 and pauses[0] >= 7.0
 
 
 def test_pauses_grow_and_are_not_equal(monkeypatch):

@@ -587,6 +587,10 @@ def test_k3_is_nonnegative_convex_and_smooth_past_its_limit(x):
     assert values[1].item() == pytest.approx(exact, rel=1e-9, abs=1e-15)
 
 
+def test_float32_k3_keeps_its_digits_near_zero():
+    assert k3(torch.tensor([1e-3])).item() == pytest.approx(math.expm1(1e-3) - 1e-3, rel=1e-3)
+
+
 def test_half_square_is_a_square_until_it_would_overflow():
     x = torch.tensor([-3.0, 1e6, 1e20, -1e30], requires_grad=True)
     values = half_square(x)

@@ -142,6 +142,13 @@ def test_a_row_has_no_key_under_which_a_reward_finds_what_was_sampled(tmp_path):
     assert task.train_prompt(0).meta == {"answer": "a"}  # the prompt is not in it
 
 
+@pytest.mark.parametrize("key", ["part_reward", "eval_set"])
+def test_a_row_has_no_key_under_which_a_prompts_own_reward_or_set_is_noted(tmp_path, key):
+    file = write_jsonl(tmp_path / "t.jsonl", [{"prompt": "q", "answer": "a", key: "x"}])
+    with pytest.raises(ValueError, match=rf't.jsonl:1: the key "{key}" is where .*; rename'):
+        build_task("jsonl", CharTokenizer(), path=file, eval_path=file)
+
+
 def test_every_bad_line_is_named_with_file_and_line(tmp_path):
     file = tmp_path / "t.jsonl"
     good = b'{"prompt": "q", "answer": "a"}\n'

@@ -714,10 +714,23 @@ def test_a_loss_over_whole_groups_is_that_of_one_sequence_at_a_time():
         torch.testing.assert_close(old - new, gradient, atol=STEP * largest, rtol=0)
 
 
-def test_a_loss_with_an_entropy_bonus_gets_an_entropy_with_a_gradient():
+def test_an_entropy_bonus_is_that_of_the_whole_softmax():
+    """The gradient through the chunked entropy, against -sum p log p of whole logits."""
+    g, coef = group(4, [6, 2, 9], [1.0, 0.5, 0.0]), 0.3
+    decoder, total = decoder_of(), 0.0
+    for completion in g.token_ids.split(g.lengths.tolist()):
+        logp = all_logprobs(decoder, g.prompt_ids, completion)
+        total = total - (logp.exp() * logp).sum()
+    (-coef * total / 17).backward()
+    changes = {"max_grad_norm": 1e9, "lr": 1.0, "schedule": "constant"}
     plain, bonus = (
-        update_of(loss_fn=regularised(policy_gradient, entropy_coef=coef)) for coef in (0.0, 0.3)
+        update_of(loss_fn=regularised(policy_gradient, entropy_coef=c), **changes)
+        for c in (0.0, coef)
     )
-    rows = [update.run(groups_of(), VERSION, go_on).metrics for update in (plain, bonus)]
-    assert rows[1]["entropy"] == rows[0]["entropy"] > 0
-    assert rows[1]["grad_norm"] != rows[0]["grad_norm"]
+    rows = [update.run([g], VERSION, go_on).metrics for update in (plain, bonus)]
+    assert rows[1]["entropy"] == rows[0]["entropy"] == pytest.approx(total.item() / 17, rel=1e-5)
+    largest = max(p.grad.abs().max().item() for p in decoder.parameters())
+    assert largest > 1e-3
+    for a, b, p in zip(weights_of(plain), weights_of(bonus), decoder.parameters()):
+        # The weights are rounded to 1e-7.
+        torch.testing.assert_close(a - b, p.grad, atol=STEP * largest + 1e-6, rtol=0)

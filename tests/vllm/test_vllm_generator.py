@@ -258,6 +258,23 @@ def test_a_prompt_shares_no_cache_of_older_weights_even_while_its_older_samples_
     assert abs(got - fresh) < 0.02 < abs(old - fresh)
 
 
+# --- records ---
+
+
+def test_a_sample_depends_on_its_place_and_not_on_its_neighbours(vllm, prompts):
+    params = SamplingParams(max_new_tokens=8, n=2, seed=4)
+    vllm.submit(3, prompts[2], params)
+    alone = finish(vllm)
+    for ticket in range(4):
+        vllm.submit(ticket, prompts[2], params)
+    together = finish(vllm)
+    assert len({tuple(c.token_ids.tolist()) for c in together.values()}) == 8
+    # Logits round differently in another batch; the first tokens' gaps are far larger.
+    assert [together[3, i].token_ids[:2].tolist() for i in (0, 1)] == [
+        alone[3, i].token_ids[:2].tolist() for i in (0, 1)
+    ]
+
+
 # --- the main job ---
 
 STEPS = 2
