@@ -49,7 +49,7 @@ from llamarl.tasks.environment_class import (
     tools_of,
 )
 from llamarl.workers import guard
-from llamarl.workers.guard import children, describe, kill_children, message_of, short
+from llamarl.workers.guard import children, describe_in_worker, kill_children, message_of, short
 
 MAX_CHARACTERS = 1 << 18  # of all messages of an answer
 
@@ -273,7 +273,7 @@ def main(path: str, setup: dict, note: int) -> None:
     try:
         factory = import_environment(path)
     except BaseException as error:  # a module may raise anything while it is imported
-        send(["failed", short(describe(error))])
+        send(["failed", short(describe_in_worker(error))])
         return
     guard.end_if_over(memory_bytes, note)
     of_module = children()
@@ -311,7 +311,7 @@ def main(path: str, setup: dict, note: int) -> None:
                 raise ValueError(f"an answer of {size} bytes; at most {MAX_ANSWER_BYTES}")
         except BaseException as error:  # the user's code may raise anything
             played.pop(key, None)
-            said = ["error", short(describe(error))]
+            said = ["error", short(describe_in_worker(error))]
         sweep()
         guard.end_if_over(memory_bytes, note)
         send([number, said, time.monotonic()])

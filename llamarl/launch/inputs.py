@@ -89,6 +89,11 @@ class JobInputs:
             raise ValueError(f"{key}: {error}") from error
 
     @property
+    def reproducible(self) -> bool:
+        """Whether the run promises the same bits from run to run."""
+        return self.config.reproducible
+
+    @property
     def groups_per_step(self) -> int:
         """Prompts of a training step."""
         return self.config.groups_per_step

@@ -22,6 +22,7 @@ is the rank's share of the CPU.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -175,6 +176,10 @@ class Curve:
     def __post_init__(self):
         if len(self.xs) != len(self.ys):
             raise ValueError(f"{len(self.xs)} sizes and {len(self.ys)} times: need as many")
+        if not self.xs or not all(map(math.isfinite, self.xs + self.ys)):
+            raise ValueError(f"sizes {list(self.xs)}, times {list(self.ys)}: need finite ones")
+        if min(self.xs) <= 0 or min(self.ys) < 0:
+            raise ValueError(f"sizes {list(self.xs)}, times {list(self.ys)}: need none below 0")
         if any(b <= a for a, b in zip(self.xs, self.xs[1:])):
             raise ValueError(f"sizes {list(self.xs)}: need rising ones")
         if any(b < a for a, b in zip(self.ys, self.ys[1:])):

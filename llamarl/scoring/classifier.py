@@ -33,15 +33,15 @@ _BEHIND_PAD = ("roberta", "camembert", "mpnet", "longformer", "data2vec-text", "
 
 
 class Classifier(Scorer):
-    """A Scorer of texts. Texts that came together are scored in a batch. At a reproducible site
-    each text is scored alone, so that its score does not depend on timing.
+    """A Scorer of texts. Texts that came together are scored in a batch. In a reproducible run each
+    text is scored alone, so that its score does not depend on timing.
     """
 
-    def __init__(self, settings: EncoderKindSettings, site: Site):
+    def __init__(self, settings: EncoderKindSettings, site: Site, *, reproducible: bool):
         self.name = f"encoder {Path(settings.path).name}"
         self._settings = settings
         self._device = site.group.device
-        self._batch_size = 1 if site.reproducible else settings.batch_size
+        self._batch_size = 1 if reproducible else settings.batch_size
         self._on_result = site.on_result
         self._waiting: deque[tuple[int, str, str]] = deque()  # key, prompt, completion
 

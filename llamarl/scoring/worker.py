@@ -39,7 +39,7 @@ from llamarl.tasks.forms import (
 )
 from llamarl.words.names import NoFunction, import_function
 from llamarl.workers import guard
-from llamarl.workers.guard import describe, kill_children, short
+from llamarl.workers.guard import describe_in_worker, kill_children, short
 
 SHOWN_FRAMES = 3  # of a traceback, and of each line of it
 SHOWN_COLUMNS = 80
@@ -147,7 +147,7 @@ async def score_each(
 
 def _raised(error: BaseException, *, traced: bool) -> Verdict:
     """Return the verdict on the items of a call that raised."""
-    reason = short(describe(error))
+    reason = short(describe_in_worker(error))
     if traced:
         reason += _innermost(error)
     return ("error", None, reason)
@@ -204,7 +204,9 @@ def resolve(path: str, options: dict, *, timeout_s: float, memory_mb: int) -> Ca
     except BaseException as error:  # a module may raise anything while it is imported
         is_missing = isinstance(error, ModuleNotFoundError)
         remedy = "; install it, or change the module" if is_missing else ""
-        raise ValueError(f"importing {module_name} failed: {describe(error)}{remedy}") from error
+        raise ValueError(
+            f"importing {module_name} failed: {describe_in_worker(error)}{remedy}"
+        ) from error
     limits = WorkerLimits(timeout_s=timeout_s, memory_mb=memory_mb)
     function = with_options(function, options, name, limits)
     check_signature(function, name)

@@ -92,12 +92,17 @@ def line_of(message: list) -> bytes:
 
 
 def describe(error: BaseException) -> str:
-    """Return the type, message and innermost place of an exception that was caught, marked where
-    memory was refused.
-    """
+    """Return the type, message and innermost place of an exception that was caught."""
     text = f"{type(error).__name__}: {message_of(error)}".removesuffix(": ")
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-    text = f"{text} ({Path(frame.f_code.co_filename).name}:{line})"
+    return f"{text} ({Path(frame.f_code.co_filename).name}:{line})"
+
+
+def describe_in_worker(error: BaseException) -> str:
+    """Return what `describe` does, and that the machine refused memory where it did: a worker has
+    a limit of its own.
+    """
+    text = describe(error)
     signs = ("failed to map segment", "annot allocate memory", "can't allocate memory")
     if isinstance(error, MemoryError) or any(sign in text for sign in signs):
         text = f"out of memory: {text}; the machine refused it, not the limit memory_mb"

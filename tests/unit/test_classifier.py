@@ -3,7 +3,7 @@
 import json
 import math
 import shutil
-from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +19,8 @@ from llamarl.scoring.classifier import (
     most_tokens_of,
     of_label,
 )
+from llamarl.scoring.kinds.encoder import EncoderKind
+from llamarl.scoring.kinds.kind import Given
 from llamarl.scoring.scorer import score_all, site_alone, text_item
 from tests.build.kind_settings import encoder_settings
 from tests.scorers import LABELS, write_encoder, write_scorer
@@ -41,8 +43,8 @@ def make(directory):
     made = []
 
     def make(*, reproducible=False, **changes):
-        site = replace(site_alone(torch.device("cpu")), reproducible=reproducible)
-        source = Classifier(encoder_settings(directory, **{"label": "toxic", **changes}), site)
+        settings = encoder_settings(directory, **{"label": "toxic", **changes})
+        source = Classifier(settings, site_alone(torch.device("cpu")), reproducible=reproducible)
         source.start()
         made.append(source)
         return source
@@ -81,6 +83,25 @@ def test_in_step_with_the_trainer_a_score_is_that_of_the_text_alone(make):
     scorer = make(reproducible=True)
     items = items_of(SAMPLES)
     assert score_all(scorer, items) == [score_all(scorer, [item])[0] for item in items]
+
+
+@pytest.mark.parametrize("reproducible, at_once", [(False, [3, 2]), (True, [1, 1, 1, 1, 1])])
+def test_texts_are_scored_together_unless_the_run_is_reproducible(
+    directory, monkeypatch, reproducible, at_once
+):
+    """The site of a script is reproducible in any case, and says nothing of the run."""
+    settings = encoder_settings(directory, label="toxic")
+    job = SimpleNamespace(reproducible=reproducible)
+    given = Given(settings, "encoder", "reward", remedy="", must_score=True)
+    scorer = EncoderKind(settings, given, job, None).make(site_alone(torch.device("cpu")))
+    scorer.start()
+    sizes = []
+    compute = Classifier._scores
+    monkeypatch.setattr(
+        Classifier, "_scores", lambda self, texts: sizes.append(len(texts)) or compute(self, texts)
+    )
+    score_all(scorer, items_of(SAMPLES))
+    assert sizes == at_once
 
 
 def test_outputs_are_logit_probability_and_its_log():

@@ -267,6 +267,7 @@ def test_a_function_is_given_the_seed_and_what_is_held_out_if_it_asks(build):
         ("def train_prompt", OTHER_TEXT, "train_prompt(0): text must be a text, is None"),
         ("(maker, seed, num_eval)", "(maker, level)", "argument: 'level'; it takes level"),
         ("class Numbers", "import no_such_module\nclass Numbers", "importing it failed: Module"),
+        ("class Numbers", "raise MemoryError('big')\nclass Numbers", "it failed: MemoryError: big"),
     ],
 )
 def test_what_is_no_task_is_told_by_name(build, was, now, what):

@@ -101,7 +101,8 @@ class EncoderKind(Kind[EncoderKindSettings]):
         from llamarl.scoring.classifier import Classifier
         from llamarl.scoring.routing import InTurn
 
-        return InTurn(Classifier(self.settings, site))
+        scorer = Classifier(self.settings, site, reproducible=self.job.reproducible)
+        return InTurn(scorer)
 
 
 SETTINGS = EncoderKindSettings

@@ -151,6 +151,10 @@ class JobView(Protocol):
     without_weights: list[str]
 
     @property
+    def reproducible(self) -> bool:
+        """Whether the run promises the same bits from run to run."""
+
+    @property
     def groups_per_step(self) -> int:
         """Prompts of a training step."""
 
