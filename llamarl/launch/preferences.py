@@ -31,7 +31,7 @@ from llamarl.launch.tasks import TaskBuilder
 from llamarl.models.config import read_config
 from llamarl.models.directory import model_digest
 from llamarl.observe.console import shown_left
-from llamarl.scoring.pairs import Tally
+from llamarl.scoring.pairs import PairCounts
 from llamarl.tasks.base import Example, PromptMaker, sample_digest
 from llamarl.tasks.files import (
     check_keys,
@@ -48,7 +48,7 @@ INTERRUPTED = 130  # the exit code after Ctrl-C
 DEFAULT_MAX_TOKENS = 1024  # of a reward model's pairs: task.max_tokens in conf/supervised.yaml
 
 # Makes, for each batch of prompts by number, its lines and the counts of its outcomes.
-Make = Callable[[Iterable[range]], Iterator[tuple[str, Tally]]]
+Make = Callable[[Iterable[range]], Iterator[tuple[str, PairCounts]]]
 
 
 class PreferencesJob:
@@ -152,7 +152,7 @@ class PreferencesJob:
         are no pairs at all.
         """
         notes: dict[str, Any] = self.draft.notes
-        tally = Tally(**notes)
+        tally = PairCounts(**notes)
         self._announce(tally.prompts)
         size = self.config.groups_per_step
         ends = [*range(tally.prompts, self.num_prompts, size), self.num_prompts]
@@ -180,7 +180,7 @@ class PreferencesJob:
         self.draft.finish()
         self._conclude(tally)
 
-    def _write(self, lines: str, tally: Tally) -> None:
+    def _write(self, lines: str, tally: PairCounts) -> None:
         try:
             self.draft.add(lines, dataclasses.asdict(tally))
         except OSError as error:
@@ -199,14 +199,14 @@ class PreferencesJob:
             print(f"resumed  {c.out}.part has {num_done:,} prompts")
         print("", end="", flush=True)
 
-    def _tell(self, tally: Tally) -> None:
+    def _tell(self, tally: PairCounts) -> None:
         of = f"{tally.prompts:,} of {self.num_prompts:,} prompts"
         rest = self.num_prompts - tally.prompts
         left = shown_left(rest * tally.seconds / max(1, tally.prompts))
         ending = f", left {left}" if left else ""
         print(f"{of}, {tally.pairs:,} pairs, {tally.seconds:.0f} s{ending}", flush=True)
 
-    def _conclude(self, tally: Tally) -> None:
+    def _conclude(self, tally: PairCounts) -> None:
         """Print how it went, and the command that trains on the file."""
         print()
         for line in tally.table():

@@ -152,7 +152,7 @@ def _side(text: str, turns: Turns) -> Turns:
 
 
 @dataclass(slots=True)
-class Tally:
+class PairCounts:
     """Counts of the outcomes of prompts, completions and pairs."""
 
     prompts: int = 0
@@ -172,7 +172,7 @@ class Tally:
     order_ties: int = 0  # those whose verdicts followed the place
     seconds: float = 0.0
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: PairCounts) -> None:
         """Add the counts of another tally."""
         for one in fields(self):
             mine, theirs = getattr(self, one.name), getattr(other, one.name)
@@ -233,7 +233,7 @@ class _Batch:
     """Prompts that are completed together, by number."""
 
     answered: dict[int, _Answered]
-    tally: Tally
+    tally: PairCounts
 
 
 class PairMaker:
@@ -274,7 +274,7 @@ class PairMaker:
         self._outcomes: dict[int, Outcome] = {}  # by key, until its batch is settled
         self._counted: Counter[str] = Counter()  # the scorer's counts in settled batches
 
-    def make(self, batches: Iterable[range]) -> Iterator[tuple[str, Tally]]:
+    def make(self, batches: Iterable[range]) -> Iterator[tuple[str, PairCounts]]:
         """Yield the lines of each batch of prompts, in order, with the counts of its outcomes."""
         scored: deque[_Batch] = deque()
         for numbers in batches:
@@ -286,7 +286,7 @@ class PairMaker:
 
     def _answer(self, numbers: range) -> _Batch:
         """Sample completions of prompts, and hand them to the scorer prompt by prompt."""
-        batch = _Batch({}, Tally(prompts=len(numbers)))
+        batch = _Batch({}, PairCounts(prompts=len(numbers)))
         for number in numbers:
             batch.answered[number] = _Answered(self._prompt_of(number))
         if self._engine is None:
@@ -308,7 +308,7 @@ class PairMaker:
         return batch
 
     def _submit(
-        self, number: int, answered: _Answered, samples: list[Completion], tally: Tally
+        self, number: int, answered: _Answered, samples: list[Completion], tally: PairCounts
     ) -> None:
         """Make candidates of a prompt's completions, and submit them to be scored."""
         for completion in samples:
@@ -329,7 +329,7 @@ class PairMaker:
             self._scorer.release(list(keys.values()))
             answered.batches.append(keys)
 
-    def _add_reference(self, answered: _Answered, key: str, text: str, tally: Tally) -> None:
+    def _add_reference(self, answered: _Answered, key: str, text: str, tally: PairCounts) -> None:
         """Make a candidate of the row's own answer, unless it is longer than a sample may be."""
         prompt_ids = answered.prompt.prompt_ids.tolist()
         ids = reply_ids(self._tokenizer, prompt_ids, text, chat=self._prompts.shows_turns)
@@ -347,7 +347,7 @@ class PairMaker:
         tally.references += 1
         self._add(answered, key, item, tally)
 
-    def _add(self, answered: _Answered, origin: int | str, item: Item, tally: Tally) -> None:
+    def _add(self, answered: _Answered, origin: int | str, item: Item, tally: PairCounts) -> None:
         """Make an item a candidate, unless its text is empty."""
         if not item.text.strip():
             tally.empty += 1
@@ -359,7 +359,7 @@ class PairMaker:
         length = answered.prompt.prompt_ids.numel() + len(ids) + 1
         tally.longest = max(tally.longest, length)
 
-    def _settle(self, batch: _Batch) -> tuple[str, Tally]:
+    def _settle(self, batch: _Batch) -> tuple[str, PairCounts]:
         """Return the lines of a batch once all its items are scored."""
         wanted: set[int] = set()
         for answered in batch.answered.values():
@@ -376,7 +376,7 @@ class PairMaker:
         self._count_orders(batch.tally)
         return "".join(lines), batch.tally
 
-    def _rows(self, number: int, answered: _Answered, tally: Tally) -> list[dict[str, object]]:
+    def _rows(self, number: int, answered: _Answered, tally: PairCounts) -> list[dict[str, object]]:
         """Return the lines of a prompt's pairs."""
         rule = self._rule
         rows = []
@@ -409,7 +409,7 @@ class PairMaker:
         if outcomes:
             self._errors.check()
 
-    def _count_orders(self, tally: Tally) -> None:
+    def _count_orders(self, tally: PairCounts) -> None:
         """Count the comparisons of judges since the last batch was settled."""
         counts = Counter(self._scorer.counts)
         since = counts - self._counted

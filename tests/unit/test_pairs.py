@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.scoring.pairs import Candidate, PairRule, Tally, label, row_of
+from llamarl.scoring.pairs import Candidate, PairCounts, PairRule, label, row_of
 
 SCORES = st.lists(st.sampled_from([math.nan, -1.0, 0.0, 0.5, 2.0]), min_size=2, max_size=6)
 PAIRINGS = ("all", "best_worst", "random")
@@ -123,8 +123,8 @@ def test_a_row_has_the_form_of_its_prompt():
 
 
 def test_tallies_add_up():
-    whole = Tally(prompts=2, pairs=1, difference=3.0, longest=9, compared=4, order_ties=1)
-    whole.add(Tally(prompts=1, pairs=2, difference=0.0, longest=5, compared=4))
+    whole = PairCounts(prompts=2, pairs=1, difference=3.0, longest=9, compared=4, order_ties=1)
+    whole.add(PairCounts(prompts=1, pairs=2, difference=0.0, longest=5, compared=4))
     assert (whole.prompts, whole.pairs, whole.longest) == (3, 3, 9)
     lines = "\n".join(whole.table())
     assert "mean margin   1\n" in lines and "87.5% of 8 comparisons" in lines
