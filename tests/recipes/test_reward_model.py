@@ -180,6 +180,18 @@ def test_a_run_killed_and_resumed_equals_one_that_was_not(pairs, tmp_path, ranks
 
 
 @pytest.mark.slow
+def test_a_run_goes_on_over_another_number_of_ranks(two_ranks, pairs, tmp_path):
+    """From two ranks' checkpoint to one's."""
+    shutil.copytree(two_ranks.run_dir, tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / "checkpoints" / f"step_{STEPS}")
+    with job_of(*SMALL, pairs, "resume=auto", out=tmp_path / "out") as job:
+        assert job.wait() == 0, job.output
+    assert f"resumed from step_{STEPS - 2}" in job.output
+    last, before = job.rows[-1], two_ranks.rows[-1]
+    assert last["eval/loss"] == pytest.approx(before["eval/loss"], rel=TRAINED, abs=TRAINED)
+
+
+@pytest.mark.slow
 def test_a_stop_request_saves_and_writes_no_model(pairs, tmp_path):
     with job_of(*SMALL, "max_steps=1000", "epochs=100", pairs, out=tmp_path / "out") as job:
         job.until(lambda: len(job.rows) >= 3, "three rows")
@@ -267,6 +279,30 @@ def test_tables_of_async_rlhf(pairs, table, kind, given):
     config = compose_config(words, kind=kind)
     assert config.trainer.schedule == "linear"
     assert {name: getattr(config, name) for name in given} == given
+
+
+@pytest.mark.bitwise("a run that was resumed is the one that was not")
+@pytest.mark.slow
+def test_sft_killed_on_two_ranks_and_resumed_is_the_run_that_was_not(tmp_path):
+    long = (*SMALL, "max_steps=40", write_rows(tmp_path / "rows.jsonl", 300))
+
+    def sft(*more: str, out: Path) -> ForkedJob:
+        return job_of(*long, *more, out=out, ranks=2, recipe=SFT_RECIPE)
+
+    with sft(out=tmp_path / "whole") as whole:
+        assert whole.wait() == 0, whole.output
+    out = tmp_path / "out"
+    with sft(out=out) as killed:
+        killed.until(lambda: (out / "checkpoints" / "latest").exists(), "a checkpoint")
+        os.kill(max(killed.rank_pids().items())[1], signal.SIGKILL)
+        assert killed.wait() != 0
+    with sft("resume=auto", out=out) as resumed:
+        assert resumed.wait() == 0, resumed.output
+        assert "resumed from step_" in resumed.output
+    assert untimed(resumed.rows) == untimed(whole.rows)
+    ours, theirs = (load_file(run.run_dir / "model.safetensors") for run in (resumed, whole))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import shutil
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -341,11 +342,14 @@ def damaged_in_every_way(path):
         yield file.relative_to(path), "truncated", lambda f: f.write_bytes(f.read_bytes()[:-1])
         yield file.relative_to(path), "absent", lambda f: f.unlink()
         yield file.relative_to(path), "empty", lambda f: f.write_bytes(b"")
-        yield (
-            file.relative_to(path),
-            "flipped",
-            lambda f: f.write_bytes(bytes([f.read_bytes()[0] ^ 1]) + f.read_bytes()[1:]),
-        )
+        for at in (0, file.stat().st_size // 2, file.stat().st_size - 1):
+            yield file.relative_to(path), f"byte {at} flipped", partial(flip, at=at)
+
+
+def flip(file, at):
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
 
 
 def test_every_damage_to_every_file_is_found_named_and_passed_over(tmp_path, caplog):
@@ -354,7 +358,7 @@ def test_every_damage_to_every_file_is_found_named_and_passed_over(tmp_path, cap
     shutil.copytree(path, whole)
     cases = list(damaged_in_every_way(whole))
     assert (
-        len(cases) == 4 * 8
+        len(cases) == 6 * 8
     )  # two of each trainer, one of the controller, two of hf, the manifest
     for name, how, damage in cases:
         shutil.rmtree(path)

@@ -445,6 +445,14 @@ def test_a_full_disk_at_the_end_hides_no_earlier_error_and_skips_no_farewell(tmp
     )
 
 
+def test_a_full_disk_is_the_error_where_there_is_no_earlier_one(tmp_path):
+    closed = []
+    controller = closing_controller(tmp_path, closed, trace=False)
+    with pytest.raises(OSError, match="No space left"):
+        ExecutorController._close(controller, ended_well=True)
+    assert closed == ["executor", "channel", "control"]
+
+
 @pytest.mark.parametrize("out", ["hf", None])
 def test_a_rank_that_cannot_write_still_takes_part_in_making_every_tensor(monkeypatch, out):
     made = []
@@ -547,3 +555,13 @@ def test_the_last_checkpoint_waits_for_room_until_timeout_s(
         assert checkpointer.progress()[0] > 20 or refused == "_write", (
             "others are patient meanwhile"
         )
+
+
+def test_an_earlier_checkpoint_waits_for_no_room(monkeypatch, tmp_path):
+    clock = Clock(monkeypatch, service_module)
+    service, checkpointer = service_with(FakeControl(clock), tmp_path)
+    began = clock.now
+    monkeypatch.setattr(checkpointer_module, "check_room", full)
+    service.save(3, Exporting())
+    service.serve()
+    assert "No space left" in checkpointer.failed[3] and clock.now == began

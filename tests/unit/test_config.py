@@ -110,10 +110,24 @@ def test_what_is_said_of_bad_command_lines_is_what_somebody_has_read():
     assert not [line for line in said if "secret" in line]
 
 
-@pytest.mark.parametrize("words", [(), ("buffer=replay", "max_lag=2"), ("experiment=magistral",)])
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("max_lag=2", "buffer=replay"),
+        (f"model.path={TINY_MODEL}", f"task.path={ROOT}/setup.cfg", "+experiment=magistral"),
+        ("++loss.ratio_cap=3", "loss=grpo", "++lr=1e-5"),
+        ("generator.max_slots=4", "generator={max_slots: 8}", "buffer=replay", "max_lag=2"),
+    ],
+)
 def test_tests_compose_what_hydra_composes(words):
+    words = check_command_line([*words])  # as Hydra is given them
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        assert quick_compose("config", [*words]) == compose("config", [*words])
+        ours = quick_compose("config", words, return_hydra_config=True)
+        hydras = compose("config", words, return_hydra_config=True)
+    assert ours.hydra.runtime.choices == hydras.hydra.runtime.choices
+    del ours.hydra, hydras.hydra
+    assert ours == hydras
 
 
 # --- values ---

@@ -164,6 +164,25 @@ def test_without_a_baseline_evaluation_there_is_no_row_0(tmp_path):
     assert steps_in(tmp_path) == [1]
 
 
+def test_a_row_whose_trainer_report_was_lost_blocks_no_later_row(tmp_path, caplog):
+    writer = writer_in(tmp_path)
+    writer.ingest(0, {"eval/reward": 0.1})
+    writer.ingest(1, {"reward/mean": 0.5})
+    writer.ingest(2, {"loss/value": 0.0})
+    writer.flush()
+    assert steps_in(tmp_path) == [0, 1, 2] and "report of step 1 was lost" in caplog.text
+
+
+def test_a_report_for_a_written_row_is_dropped_with_a_warning(tmp_path, caplog):
+    writer = writer_in(tmp_path)
+    writer.ingest(0, {"eval/reward": 0.1})
+    writer.flush()
+    writer.ingest(0, {"eval/reward": 0.9})
+    writer.flush()
+    (row,) = read_rows(tmp_path / "metrics.jsonl")
+    assert row["eval/reward"] == 0.1 and "eval/reward for step 0 dropped" in caplog.text
+
+
 def test_close_writes_rows_that_lack_only_an_evaluation_and_closes_the_sinks(tmp_path, caplog):
     kept = Kept()
     writer = writer_in(tmp_path, every=2, sinks=[kept])

@@ -245,3 +245,39 @@ def test_the_closed_form_is_the_least_of_all_splits(m_t, eta_t, m_g, eta_g, othe
     # Ratios of up to 1e4: 1 - theta loses four digits of sixteen.
     assert t_async(100.0, 64.0, theta, trainer, generator) == pytest.approx(best, rel=1e-9)
     assert t_async(100.0, 64.0, other, trainer, generator) >= best * (1 - 1e-9)
+
+
+@st.composite
+def etas(draw):
+    """A time a completion that falls with b, or stays: the theorem's assumption."""
+    fixed = draw(st.floats(0.0, 10.0))
+    floor = draw(st.floats(0.01, 10.0))
+    power = draw(st.floats(0.0, 3.0))
+    return lambda b: fixed / b + floor * (1 + b**-power)
+
+
+# A side's time a completion by b, the bytes of its weights, and those of one completion.
+SIDES = st.tuples(etas(), st.floats(0.1, 100.0), POSITIVE)
+
+
+@settings(deadline=None, max_examples=50)
+@given(SIDES, SIDES, st.floats(1.0, 64.0), SHARES, st.floats(0.1, 1000.0))
+def test_theorem_7_5(trainer, generator, m, share, left):
+    """Whatever a synchronous job does with the memory that both sides' weights leave, an
+    asynchronous one on as many GPUs a replica is no slower. Each of its sides also has the memory
+    of the other's weights.
+    """
+    (eta_t, weights_t, sample_t), (eta_g, weights_g, sample_g) = trainer, generator
+    together = (share * left / sample_t, (1 - share) * left / sample_g)
+    alone = ((left + weights_g) / sample_t, (left + weights_t) / sample_g)
+    synchronous = t_sync(100.0, 64.0, m, eta_t(together[0]), eta_g(together[1]))
+    asynchronous = t_best(100.0, 64.0, (m, eta_t(alone[0])), (m, eta_g(alone[1])))
+    assert asynchronous <= synchronous * (1 + 1e-9)
+
+
+def test_the_gain_is_of_a_larger_b():
+    """eta = 1/b, weights of 4 on both sides, 12 in all: half of the 4 left is b = 2 for each, and
+    alone each has b = 8.
+    """
+    assert t_sync(10, 10, 1, 1 / 2, 1 / 2) == 1.0
+    assert t_best(10, 10, (1, 1 / 8), (1, 1 / 8)) == 0.25

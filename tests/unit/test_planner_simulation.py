@@ -4,6 +4,9 @@ that they are exact.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -17,6 +20,7 @@ from llamarl.planner import simulate as simulating
 from llamarl.planner.__main__ import main
 from llamarl.planner.costs import Timings
 from llamarl.planner.simulate import SimulationSettings, lines_of_words, simulate
+from tests.launching import ROOT
 
 # Two groups of two completions of 8 tokens, in one batch.
 SMALL = dict(
@@ -233,6 +237,29 @@ def test_a_simulation_reads_no_clock(monkeypatch):
             patched.setattr(time, name, refuse)
         result = outcome(max_lag=2, overcommit="auto", length_sigma=1.0)
     assert len(result.steps_s) == 6
+
+
+@pytest.mark.slow
+def test_the_same_settings_give_the_same_bits_in_every_process():
+    """Whatever order a process gives the members of its sets."""
+    code = (
+        "from llamarl.planner.simulate import SimulationSettings, simulate\n"
+        "print(repr(simulate(SimulationSettings(max_steps=9, max_lag=3, overcommit='oppo',"
+        " num_generators=3, length_sigma=1, score_s=0.1, transfer_s=0.3))))"
+    )
+    texts = set()
+    for hash_seed in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert done.returncode == 0, done.stderr
+        texts.add(done.stdout)
+    assert len(texts) == 1 and "steps_s=" in texts.pop()
 
 
 def test_lengths_follow_seed_and_ticket_and_have_the_mean_that_was_asked_for():
