@@ -204,6 +204,7 @@ def test_a_line_that_no_worker_writes_ends_one_environment_alone(pool_of, line):
     assert isinstance(failure, Failure) and "what it was not asked" in failure.reason
     pool.step(1, call_in_json("repeat", text="on"))
     assert answers(pool)[1].messages[0]["content"] == "on"
+    assert pool.num_replayed == 1
 
 
 def test_a_factory_may_be_a_function(pool_of):
