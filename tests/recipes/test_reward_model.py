@@ -284,7 +284,7 @@ def test_tables_of_async_rlhf(pairs, table, kind, given):
 @pytest.mark.bitwise("a run that was resumed is the one that was not")
 @pytest.mark.slow
 def test_sft_killed_on_two_ranks_and_resumed_is_the_run_that_was_not(tmp_path):
-    long = (*SMALL, "max_steps=40", write_rows(tmp_path / "rows.jsonl", 300))
+    long = (*SMALL, "max_steps=40", "epochs=3", write_rows(tmp_path / "rows.jsonl", 300))
 
     def sft(*more: str, out: Path) -> ForkedJob:
         return job_of(*long, *more, out=out, ranks=2, recipe=SFT_RECIPE)
