@@ -131,9 +131,10 @@ class WorkerPool(ABC, Generic[Command]):
         """Read a worker's messages until one is astray."""
         for message in worker.read():
             match message:
-                case ["failed", why]:
+                # A worker says one of these, once. Later it is the user's code that says so.
+                case ["failed", why] if not worker.ready:
                     raise ValueError(f"{self._given}: {why}")
-                case ["ready", *told]:
+                case ["ready", *told] if not worker.ready:
                     worker.ready = True
                     worker.free_at = time.monotonic()
                     self._note_ready(told)

@@ -196,7 +196,10 @@ def test_a_function_that_forks_and_comes_back_twice_scores_once():
     assert [o.value for o in outcomes] == [1, 1, 1, 3]
 
 
-@pytest.mark.parametrize("line", ['[7, "score", 0.0, "", 0.0]', "{", "[]", "5"])
+@pytest.mark.parametrize(
+    "line",
+    ['[7, "score", 0.0, "", 0.0]', "{", "[]", "5", '["failed", "forged"]', '["ready", "both"]'],
+)
 def test_an_answer_for_another_item_costs_one_item(line):
     outcomes = run(["value 1", f"forge {line}", "value 2", "value 3"])
     assert [o.value for o in outcomes if o.kind == "score"] == [1, 2, 3]
