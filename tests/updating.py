@@ -10,8 +10,9 @@ from llamarl.learning.losses.policy_gradient import policy_gradient
 from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.update import PolicyUpdate, UpdateSettings
 from llamarl.models.attention import PackedAttention
-from llamarl.models.build import ModelConfig, build_decoder
+from llamarl.models.build import build_decoder
 from tests.build.group import build_group
+from tests.build.model_config import model_config
 from tests.tolerances import rounding
 
 NAN = float("nan")
@@ -39,23 +40,7 @@ def go_on():
 
 def decoder_of(uniform=False):
     """Random weights. `uniform`: all logits are 0, so every logprob is -log(VOCAB)."""
-    config = ModelConfig(
-        architecture="LlamaForCausalLM",
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=4,
-        rms_norm_eps=1e-6,
-        rope_theta=1e4,
-        rope_scaling=None,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        attention_bias=False,
-    )
-    decoder = build_decoder(config, device="cpu")
+    decoder = build_decoder(model_config(vocab_size=VOCAB), device="cpu")
     random = torch.Generator().manual_seed(0)
     for parameter in decoder.parameters():
         parameter.data = torch.randn(parameter.shape, generator=random) * 0.3

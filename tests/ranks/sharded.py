@@ -6,7 +6,8 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from llamarl.models.build import ModelConfig, build_decoder
+from llamarl.models.build import build_decoder
+from tests.build.model_config import model_config
 from tests.tolerances import rounding
 
 FLOAT32 = rounding(
@@ -16,22 +17,7 @@ FLOAT32 = rounding(
 
 def decoder_of(tied: bool):
     # 23 rows of embeddings and 15 of the feed-forward's: no even split over two ranks
-    config = ModelConfig(
-        architecture="LlamaForCausalLM",
-        vocab_size=23,
-        hidden_size=12,
-        intermediate_size=15,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=4,
-        rms_norm_eps=1e-6,
-        rope_theta=1e4,
-        rope_scaling=None,
-        max_position_embeddings=64,
-        tie_word_embeddings=tied,
-        attention_bias=False,
-    )
+    config = model_config(hidden_size=12, intermediate_size=15, tie_word_embeddings=tied)
     decoder = build_decoder(config, device="cpu")
     random = torch.Generator().manual_seed(0)
     for parameter in decoder.parameters():

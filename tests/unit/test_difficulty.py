@@ -165,6 +165,9 @@ def test_busy_prompts_are_chosen_only_when_there_are_no_others():
     ours = sampler(num_prompts=3)
     assert {ours.choose(ticket, busy={0, 2}) for ticket in range(20)} == {1}
     assert {ours.choose(ticket, busy={0, 1, 2}) for ticket in range(100)} == {0, 1, 2}
+    ours._weights = torch.zeros(3, dtype=torch.float64)  # nothing teaches
+    assert {ours.choose(ticket, busy={0, 2}) for ticket in range(20)} == {1}
+    assert {ours.choose(ticket, busy={0}) for ticket in range(20)} == {1, 2}
 
 
 def test_draws_follow_the_chances():

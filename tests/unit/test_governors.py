@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from llamarl.config.command_line import compose_config
 from llamarl.tickets.governors import (
     DEFAULTS,
     GOVERNORS,
@@ -37,6 +38,10 @@ def test_auto_grows_while_the_trainer_waits_and_shrinks_while_groups_queue():
     for _ in range(100):
         governor.taken(waited=False, num_finished=16)
     assert governor.value == 0
+
+
+def test_the_numbers_of_a_ledger_that_is_given_none_are_those_of_a_configuration():
+    assert compose_config([]).governor == DEFAULTS
 
 
 def test_oppo_is_equation_4():

@@ -2,6 +2,7 @@
 gradient.
 """
 
+import math
 import warnings
 from dataclasses import fields, replace
 from itertools import accumulate, chain
@@ -356,6 +357,11 @@ def test_targets_by_token_reach_their_labels():
         12.0,
     ]
     assert batch.rewards.tolist() == [11.0, 12.0]
+
+
+def test_tokens_of_a_group_are_those_that_are_trained():
+    (batch,) = packed([group([1], [[2, 3], [4, 5, 6], [7]], [1.0, 0.0, math.nan])]).microbatches
+    assert batch.group_tokens.tolist() == [5.0, 5.0]
 
 
 def test_only_completions_without_any_advantage_are_dropped():

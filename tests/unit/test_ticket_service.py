@@ -59,13 +59,14 @@ def test_after_a_stop_request_no_step_is_begun():
 
 def test_a_refused_ask_is_repeated_only_with_newer_weights_or_when_a_take_has_made_room(asks):
     desk = lone_desk(build_ledger(groups_per_step=2, overcommit=1))
-    assert indices(desk.ask(0, 5, version=0)) == [0, 1, 2]
+    assert not desk.is_refused
+    assert indices(desk.ask(0, 5, version=0)) == [0, 1, 2] and desk.is_refused
     for _ in range(3):
         assert desk.ask(0, 2, version=0) == []
     desk.finish([0, 1])
     assert desk.ask(0, 2, version=0) == [] and asks == [(0, 5, 0)], "no room before a take"
     assert desk.take(0) == [0, 1]
-    assert desk.granted() == []
+    assert desk.granted() == [] and not desk.is_refused
     assert indices(desk.ask(0, 5, version=0)) == [3] and len(asks) == 2
     assert desk.waits_for() == "tickets [2, 3] in work"
     assert desk.ask(0, 4, version=0) == [] and len(asks) == 2
