@@ -296,7 +296,7 @@ def shown_profile(profile: Profile) -> Iterator[str]:
     """Yield the lines that describe a profile, with eta by batch size (LlamaRL's figure 5)."""
     device = profile.device
     yield f"profile   {profile.name}"
-    speeds = [f"{flops / 1e12:.3g} TFLOP/s {name}" for name, flops in device.flops.items()]
+    speeds = [f"{flops / 1e12:.3g} TFLOP/s {name}" for name, flops in device.flops.stated.items()]
     yield (
         f"device    {device.kind}, {device.memory_gib:.3g} GiB, "
         f"{device.memory_bytes_per_s / 1e9:.3g} GB/s; {', '.join(speeds)}"

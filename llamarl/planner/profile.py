@@ -74,21 +74,38 @@ def _named(problems: Sequence[Problem], keys: Mapping[str, str]) -> Iterator[Pro
 
 
 @settings_dataclass
+class Flops:
+    """FLOP/s of products without sparsity, by dtype. None: the maker does not state them."""
+
+    float32: Positive | None = None
+    bfloat16: Positive | None = None
+    float16: Positive | None = None
+    float8: Positive | None = None
+    int8: Positive | None = None
+
+    def __post_init__(self):
+        if not self.stated:
+            raise ValueError("need FLOP/s of one dtype at least, such as bfloat16: 989e12")
+
+    @property
+    def stated(self) -> dict[str, float]:
+        """The dtypes with their FLOP/s."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+@settings_dataclass
 class Device:
     """The figures of one GPU, as its maker states them.
 
-    memory_gib: GiB. flops: FLOP/s of products without sparsity, by dtype. memory_bytes_per_s: its
-    own memory. link_bytes_per_s: each way to a GPU of the same node; network_bytes_per_s: each way
-    to a GPU of another node, this GPU's share; host_bytes_per_s: each way to host memory.
-    gpus_per_node: how many GPUs the fast link joins. kind: gpu or cpu.
+    kind: gpu or cpu. memory_gib: GiB. memory_bytes_per_s: its own memory. link_bytes_per_s: each
+    way to a GPU of the same node; network_bytes_per_s: each way to a GPU of another node, this
+    GPU's share; host_bytes_per_s: each way to host memory. gpus_per_node: how many GPUs the fast
+    link joins.
     """
 
     kind: str
     memory_gib: Positive
-    flops: Annotated[
-        dict[Dtype, Positive],
-        Field(min_length=1, description="FLOP/s by dtype, such as {bfloat16: 989e12}"),
-    ]
+    flops: Flops
     memory_bytes_per_s: Positive
     link_bytes_per_s: Positive
     network_bytes_per_s: Positive
@@ -101,10 +118,10 @@ class Device:
 
     def flops_of(self, dtype: str) -> float:
         """Return FLOP/s in a dtype. BadProfile if the profile does not say."""
-        for name, flops in self.flops.items():
-            if name == dtype:
-                return flops
-        known = ", ".join(self.flops)
+        stated = self.flops.stated
+        if dtype in stated:
+            return stated[dtype]
+        known = ", ".join(stated)
         raise BadProfile(f"device.flops has no {dtype}, only {known}; add device.flops.{dtype}")
 
 

@@ -78,8 +78,9 @@ def broken(tmp_path, *, of=PROFILE, **changes):
         ({"device__memory_gib": -1}, "device.memory_gib=-1: "),
         ({"device__memory_gib": float("inf")}, "device.memory_gib=inf: "),
         ({"device__kind": "tpu"}, "device: kind=tpu: need gpu or cpu"),
-        ({"device__flops": {}}, "device.flops={}: "),
-        ({"device__flops": {"bfloat61": 1.0}}, "device.flops"),
+        ({"device__flops": {}}, "device.flops: need FLOP/s of one dtype at least"),
+        ({"device__flops": {"bfloat61": 1.0}}, "flops.bfloat61: unknown key; did you mean"),
+        ({"device__flops__bfloat16": -1}, "device.flops.bfloat16=-1: need a number above 0"),
         ({"assumptions__imbalance__value": 0.5}, "imbalance.value=0.5: need a number of at least"),
         ({"assumptions__imbalance__why": " "}, "assumptions.imbalance.why= : "),
         ({"assumptions__memory_share__value": 1.5}, "memory_share.value=1.5: need a share"),
@@ -105,7 +106,7 @@ def test_all_that_is_wrong_is_named_at_once(tmp_path):
 
 def test_a_number_that_yaml_reads_as_a_text_is_a_number(tmp_path):
     profile = read_profile(broken(tmp_path, device__flops={"bfloat16": "989e12"}))
-    assert profile.device.flops == {"bfloat16": 989e12}
+    assert profile.device.flops.stated == {"bfloat16": 989e12}
     with pytest.raises(BadProfile, match="no float8.*add device.flops.float8"):
         profile.device.flops_of("float8")
 
