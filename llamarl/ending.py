@@ -318,6 +318,7 @@ class _Memory:
 
     def __init__(self):
         self.come: set[int] = set()
+        self.is_before_loop = True
         self.earlier = _install(self)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
@@ -326,8 +327,9 @@ class _Memory:
             os.kill(os.getpid(), number)
             return
         self.come.add(number)
-        # A print may be what the signal came into.
-        os.write(2, b"llamarl: the run stops before its first step\n")
+        if self.is_before_loop:
+            # A print may be what the signal came into.
+            os.write(2, b"llamarl: the run stops before its first step\n")
 
 
 @contextmanager
@@ -344,17 +346,27 @@ def remembered_stops() -> Iterator[None]:
 
 @contextmanager
 def heard_stops(hear: Callable[[], None]) -> Iterator[None]:
-    """Call `hear` at each signal in the body, and now if one is remembered."""
+    """Call `hear` at each signal in the body, and now if one is remembered.
+
+    After a body that ends well, a signal ends the process. After an error it does not until
+    `remembered_stops` ends: torchrun sends SIGTERM to the ranks beside a dead one, and each of them
+    has yet to print why it ends.
+    """
     earlier = _install(lambda number, frame: hear())
     memory = earlier[signal.SIGTERM]
-    if isinstance(memory, _Memory):
-        earlier = memory.earlier  # what comes after the loop may end the process
-        if memory.come:
-            hear()
+    if not isinstance(memory, _Memory):
+        memory = None
+    elif memory.come:
+        hear()
+    ends_well = False
     try:
         yield
+        ends_well = True
     finally:
-        _restore(earlier)
+        if memory is not None:
+            memory.is_before_loop = False
+            memory.come.clear()
+        _restore(memory.earlier if memory is not None and ends_well else earlier)
 
 
 def _install(handler: Callable[[int, FrameType | None], None]) -> _Handlers:

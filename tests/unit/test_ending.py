@@ -186,6 +186,23 @@ def test_a_signal_before_the_loop_is_heard_at_its_beginning_and_once():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_after_an_error_of_the_loop_a_signal_does_not_end_the_process_before_it_is_printed(capfd):
+    had = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: had.append(number))
+    try:
+        with remembered_stops():
+            sent()  # as before the loop: it does not count after it
+            with pytest.raises(ValueError), heard_stops(lambda: None):
+                raise ValueError("a rank is gone")
+            capfd.readouterr()
+            sent()
+            assert not had and capfd.readouterr().err == ""
+            sent()
+            assert had == [signal.SIGTERM], "who asks twice does not wait"
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_the_same_signal_twice_goes_to_whoever_had_it_before(capfd):
     had = []
     before = signal.signal(signal.SIGINT, lambda number, frame: had.append(number))
