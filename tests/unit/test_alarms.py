@@ -21,12 +21,14 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\"><!-- &amp;"
 
 
-def columns(num_rows=30, **values):
-    """Columns of so many rows; `__` stands for a slash."""
-    found = {"step": np.arange(1.0, num_rows + 1)}
+def seen(*, samples=(), outcome=None, silent_s=0.0, **values):
+    """A run with these columns; `__` stands for a slash, and a number for as many as are needed."""
+    num_rows = max((len(value) for value in values.values() if np.ndim(value)), default=30)
+    columns = {"step": np.arange(1.0, num_rows + 1)}
     for name, value in values.items():
-        found[name.replace("__", "/")] = np.broadcast_to(np.asarray(value, float), num_rows).copy()
-    return found
+        value = np.broadcast_to(np.asarray(value, float), num_rows).copy()
+        columns[name.replace("__", "/")] = value
+    return Observed(columns=columns, samples=samples, outcome=outcome, silent_s=silent_s)
 
 
 def rising(slope, start=5.0, num_rows=30):
@@ -48,114 +50,98 @@ def sample_of(step, *, taught):
     return {"step": step, "every": 1, "groups": lines, "shown": []}
 
 
-def titles(run):
-    return [alarm.title for alarm in alarms_of(run)]
-
-
 SPIKE = np.where(np.arange(30) == 12, 400.0, 2.0)
-# What is wrong -> values that say so, and the same just within the threshold.
-CASES = {
-    "failed": ({"outcome": {"ended": "failed", "step": 3}}, {"outcome": {"ended": "finished"}}),
-    "is open far beyond": (
-        {"silent_s": 31.0, "columns": columns(time__step_s=2.0)},
-        {"silent_s": 29.0, "columns": columns(time__step_s=2.0)},
+STILL = {"reward__mean": swinging(0.0), "reward__std": 0.4}
+# What is wrong, in a run that says so, and in the same just within the threshold.
+CASES = [
+    ("failed", seen(outcome={"ended": "failed", "step": 3}), seen(outcome={"ended": "finished"})),
+    ("is open far", seen(silent_s=31.0, time__step_s=2.0), seen(silent_s=29.0, time__step_s=2.0)),
+    ("took far longer", seen(time__step_s=SPIKE), seen(time__step_s=np.minimum(SPIKE, 19.0))),
+    (
+        "other tokens",
+        seen(tokens__reencode_mismatch=[0.0] * 29 + [1.0]),
+        seen(tokens__reencode_mismatch=0.0),
     ),
-    "took far longer": (
-        {"columns": columns(time__step_s=SPIKE)},
-        {"columns": columns(time__step_s=np.minimum(SPIKE, 19.0))},
+    ("cannot be scored", seen(reward__error_rate=0.06), seen(reward__error_rate=0.04)),
+    (
+        "teach nothing",
+        seen(samples=[sample_of(1, taught=[True] + [False] * 5)]),
+        seen(samples=[sample_of(1, taught=[True] + [False] * 3)]),
     ),
-    "other tokens": (
-        {"columns": columns(tokens__reencode_mismatch=[0.0] * 29 + [1.0])},
-        {"columns": columns(tokens__reencode_mismatch=0.0)},
+    ("teach nothing", seen(reward__std=[0.0] * 29 + [0.5]), seen(reward__std=[0.5] * 30)),
+    (
+        "are cut off",
+        seen(completion__truncated_fraction=0.3),
+        seen(completion__truncated_fraction=0.2),
     ),
-    "cannot be scored": (
-        {"columns": columns(reward__error_rate=0.06)},
-        {"columns": columns(reward__error_rate=0.04)},
+    (
+        "ended by a deadline",
+        seen(completion__deadline_truncated_fraction=0.15),
+        seen(completion__deadline_truncated_fraction=0.05),
     ),
-    "teach nothing": (
-        {"samples": [sample_of(1, taught=[True] + [False] * 5)]},
-        {"samples": [sample_of(1, taught=[True] + [False] * 3)]},
-    ),
-    "are cut off": (
-        {"columns": columns(completion__truncated_fraction=0.3)},
-        {"columns": columns(completion__truncated_fraction=0.2)},
-    ),
-    "ended by a deadline": (
-        {"columns": columns(completion__deadline_truncated_fraction=0.15)},
-        {"columns": columns(completion__deadline_truncated_fraction=0.05)},
-    ),
-    "Entropy is near 0": (
-        {"columns": columns(entropy=0.01)},
-        {"columns": columns(entropy=0.03)},
-    ),
-    "Lag grows": (
-        {"columns": columns(lag__mean=rising(0.25))},
-        {"columns": columns(lag__mean=rising(0.15))},
-    ),
-    "disagree": (
-        {"columns": columns(ratio__mean=0.4)},
-        {"columns": columns(ratio__mean=1.9)},
-    ),
-    "cap acts": (
-        {"columns": columns(ratio__capped_fraction=0.4)},
-        {"columns": columns(ratio__capped_fraction=0.2)},
-    ),
+    ("Entropy is near 0", seen(entropy=0.01), seen(entropy=0.03)),
+    ("Lag grows", seen(lag__mean=rising(0.25)), seen(lag__mean=rising(0.15))),
+    ("disagree", seen(ratio__mean=0.4), seen(ratio__mean=1.9)),
+    ("cap acts", seen(ratio__capped_fraction=0.4), seen(ratio__capped_fraction=0.2)),
     # First and newest ten rows: means 0.5 and 0.5, or 0.5 and 0.6, each with deviation 0.105.
-    "has not moved in 40 steps": (
-        {"columns": columns(40, reward__mean=swinging(0.0), reward__std=0.4)},
-        {"columns": columns(40, reward__mean=swinging(0.1), reward__std=0.4)},
+    (
+        "has not moved in 40 steps",
+        seen(**STILL),
+        seen(reward__mean=swinging(0.1), reward__std=0.4),
     ),
-    "Entropy has grown": (
-        {"columns": columns(40, reward__mean=swinging(0.3), entropy=risen(2.0, 3.6))},
-        {"columns": columns(40, reward__mean=swinging(0.3), entropy=risen(2.0, 3.4))},
+    (
+        "Entropy has grown",
+        seen(reward__mean=swinging(0.3), entropy=risen(2.0, 3.6)),
+        seen(reward__mean=swinging(0.3), entropy=risen(2.0, 3.4)),
     ),
-    "has fallen": (
-        {"columns": columns(eval__accuracy=[0.9] * 29 + [0.75])},
-        {"columns": columns(eval__accuracy=[0.9] * 29 + [0.85])},
+    (
+        "has fallen",
+        seen(eval__accuracy=[0.9] * 29 + [0.75]),
+        seen(eval__accuracy=[0.9] * 29 + [0.85]),
     ),
-}
+]
 
 
-@pytest.mark.parametrize("title", CASES)
-def test_an_alarm_is_given_beyond_its_threshold_and_not_within(title):
-    beyond, within = CASES[title]
-    (alarm,) = alarms_of(Observed(**{"columns": columns()} | beyond))
+@pytest.mark.parametrize("title, beyond, within", CASES)
+def test_an_alarm_is_given_beyond_its_threshold_and_not_within(title, beyond, within):
+    (alarm,) = alarms_of(beyond)
     assert title in alarm.title
     assert alarm.figure and alarm.threshold and alarm.remedy
-    assert not alarms_of(Observed(**{"columns": columns()} | within))
+    assert not alarms_of(within)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(seen(reward__mean=swinging(0.0)[:39], reward__std=0.4), id="39 steps"),
+        pytest.param(seen(**STILL, eval__reward=[0.1] + [0.2] * 39), id="harder held-out prompts"),
+        pytest.param(
+            seen(reward__mean=swinging(0.0), entropy=risen(2.0, 3.6)), id="entropy without reward"
+        ),
+        pytest.param(
+            seen(reward__mean=swinging(0.3), entropy=risen(0.3, 0.9)), id="a small entropy"
+        ),
+        pytest.param(
+            seen(reward__error_rate=np.where(np.arange(60) < 60 - RECENT, 1.0, 0.0)), id="long past"
+        ),
+        pytest.param(seen(lag__mean=rising(0.15, 0.0, RECENT)), id="a small lag"),
+    ],
+)
+def test_there_is_no_alarm_where_a_figure_says_nothing(run):
+    assert not alarms_of(run)
 
 
 def test_the_open_step_names_who_waited_for_what():
     waits = {"time__step_s": 2.0, "generator__idle_fraction__tickets": 0.6}
-    run = Observed(columns=columns(**waits), silent_s=100.0)
-    (alarm,) = alarms_of(run)
+    (alarm,) = alarms_of(seen(**waits, silent_s=100.0))
     assert alarm.title.startswith("Step 31 ") and "generator for tickets" in alarm.remedy
     assert alarm.figure == "100 s since the last row"
-    ended = Observed(columns=columns(**waits), silent_s=1e6, outcome={"ended": "finished"})
-    assert not alarms_of(ended)
+    assert not alarms_of(seen(**waits, silent_s=1e6, outcome={"ended": "finished"}))
 
 
-STILL = {"reward__mean": swinging(0.0), "reward__std": 0.4}
-
-
-@pytest.mark.parametrize(
-    "fine",
-    [
-        {name: value if np.isscalar(value) else value[:39] for name, value in STILL.items()},
-        STILL | {"reward__std": 0.0},  # equal rewards are another alarm
-        STILL | {"eval__reward": [0.1] + [0.2] * 39},  # harder prompts, and better answers
-    ],
-    ids=["39 steps", "no spread", "held-out prompts"],
-)
-def test_a_reward_may_be_still_where_that_says_nothing(fine):
-    num_rows = len(fine["reward__mean"])
-    assert not any("not moved" in title for title in titles(Observed(columns(num_rows, **fine))))
-
-
-@pytest.mark.parametrize("gain, entropy", [(0.0, (2.0, 3.6)), (0.3, (0.3, 0.9))])
-def test_an_entropy_may_grow_without_the_reward_and_where_it_is_small(gain, entropy):
-    rows = columns(40, reward__mean=swinging(gain), entropy=risen(*entropy))
-    assert not titles(Observed(rows))
+def test_equal_rewards_are_one_alarm_alone():
+    (alarm,) = alarms_of(seen(reward__mean=swinging(0.0), reward__std=0.0))
+    assert alarm.figure == "100% of the newest steps had one reward for all"
 
 
 # Of a run of the default job on two cores: the first step, and the mean of each ten steps.
@@ -172,22 +158,7 @@ def test_a_job_that_learns_as_the_default_one_has_no_alarm_at_any_step():
     made["reward__mean"] += swing
     for num_rows in range(1, 101, 9):
         rows = {name: values[:num_rows] for name, values in made.items()}
-        assert not titles(Observed(columns(num_rows, **rows, reward__std=0.45)))
-
-
-def test_what_is_long_past_is_no_alarm():
-    errors = np.where(np.arange(60) < 60 - RECENT, 1.0, 0.0)
-    assert not titles(Observed(columns=columns(60, reward__error_rate=errors)))
-
-
-def test_a_lag_that_is_small_may_grow():
-    assert not titles(Observed(columns=columns(num_rows=RECENT, lag__mean=rising(0.15, 0.0, 20))))
-
-
-def test_without_samples_steps_of_one_reward_tell_that_nothing_is_taught():
-    deviations = [0.0] * 29 + [0.5]
-    (alarm,) = alarms_of(Observed(columns=columns(reward__std=deviations)))
-    assert alarm.figure == "95% of the newest steps had one reward for all"
+        assert not alarms_of(seen(**rows, reward__std=0.45))
 
 
 # --- The page ---
