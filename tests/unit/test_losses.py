@@ -16,14 +16,14 @@ from llamarl.learning.losses import LOSSES, check_options, options_of, resolve_l
 from llamarl.learning.losses.common import has_mark, ratio
 from llamarl.learning.losses.policy_gradient import policy_gradient
 from llamarl.learning.losses.regularisers import regularised
+from tests.build.user_module import write_modules
 from tests.loss_problems import PUBLISHED, SECTIONS, inputs_of, problem
 from tests.unit.refusals import complaint
 
 
 def test_bfloat16_logprobs_are_subtracted_in_float32():
-    pi, mu = torch.tensor(
-        [[-8.0], [-7.0 / 512]], dtype=torch.bfloat16
-    )  # the difference takes 12 bits
+    # The difference takes 12 bits.
+    pi, mu = torch.tensor([[-8.0], [-7.0 / 512]], dtype=torch.bfloat16)
     inputs = inputs_of(pi, mu, None, torch.ones(1), torch.tensor([True]), num_loss_tokens=1)
     _, metrics = policy_gradient(inputs)
     assert metrics["ratio/sum"].item() == pytest.approx(math.exp(-8 + 7 / 512), rel=1e-6)
@@ -32,11 +32,21 @@ def test_bfloat16_logprobs_are_subtracted_in_float32():
 
 # --- names ---
 
-MY_LOSS = """
+MY_LOSSES = """
+from llamarl.learning.losses.common import holds_to_generator, needs_reference
+
 def my_loss(inputs, *, width, depth=1):
     return inputs.trainer_logprobs.sum() / inputs.num_loss_tokens, {}
 
 def too_many(trainer_logprobs, generator_logprobs, *, width=1): ...
+
+def plain(inputs): ...
+
+@holds_to_generator
+def held(inputs): ...
+
+@needs_reference
+def compared(inputs): ...
 
 limit = 3
 """
@@ -44,9 +54,8 @@ limit = 3
 
 @pytest.fixture
 def user_module(tmp_path, monkeypatch):
-    (tmp_path / "users_losses.py").write_text(MY_LOSS)
-    (tmp_path / "users_broken.py").write_text("import no_such_dependency")
-    monkeypatch.chdir(tmp_path)
+    broken = "import no_such_dependency"
+    write_modules(tmp_path, monkeypatch, users_losses=MY_LOSSES, users_broken=broken)
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in ("users_losses", "users_broken"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -85,10 +94,8 @@ def test_what_a_users_module_lacks_is_not_mistaken_for_the_module(user_module):
 
 def test_options_are_checked_all_at_once(user_module):
     check_options(policy_gradient, {"ratio_cap": 2.0, "ratio_level": "sequence"})
-    with pytest.raises(
-        ValueError,
-        match=r"(?s)ratio_kap: unknown option; did you mean ratio_cap\?.*num_loss_tokens: unknown",
-    ):
+    said = r"(?s)ratio_kap: unknown option; did you mean ratio_cap\?.*num_loss_tokens: unknown"
+    with pytest.raises(ValueError, match=said):
         check_options(policy_gradient, {"ratio_kap": 2.0, "num_loss_tokens": 3})
     with pytest.raises(ValueError, match="width: my_loss needs it"):
         check_options(resolve_loss("users_losses:my_loss"), {"depth": 2})
@@ -154,14 +161,10 @@ def test_masked_labels_add_nothing_and_get_zero_gradient_whatever_they_hold(fn, 
     dirty = [torch.where(clean.mask, t.detach(), garbage) for t in (*clean.tensors[:4], entropy)]
     dirty[0].requires_grad_(), dirty[4].requires_grad_()
     soiled = replace(clean, pi=dirty[0], mu=dirty[1], ref=dirty[2], advantages=dirty[3])
-    (loss, metrics), (want, want_metrics) = (
-        soiled.call(fn, entropy=dirty[4]),
-        clean.call(fn, entropy=entropy),
-    )
+    loss, metrics = soiled.call(fn, entropy=dirty[4])
+    want, want_metrics = clean.call(fn, entropy=entropy)
     assert loss.item() == want.item() and math.isfinite(want.item())
-    assert {k: v.item() for k, v in metrics.items()} == {
-        k: v.item() for k, v in want_metrics.items()
-    }
+    assert metrics == want_metrics
     loss.backward(), want.backward()
     for got, right in ((dirty[0].grad, clean.pi.grad), (dirty[4].grad, entropy.grad)):
         assert (got[~clean.mask] == 0).all() and torch.equal(got, right) and (got != 0).any()
@@ -185,9 +188,8 @@ def test_microbatches_add_up_to_the_batch(fn, places, seed):
     torch.testing.assert_close(gradient, torch.autograd.grad(want, whole.pi)[0], **EXACT)
     for name, value in want_metrics.items():
         joined = torch.stack([metrics[name] for _, metrics in shares])
-        torch.testing.assert_close(
-            joined.amax() if name.endswith("/max") else joined.sum(), value, **EXACT
-        )
+        whole_value = joined.amax() if name.endswith("/max") else joined.sum()
+        torch.testing.assert_close(whole_value, value, **EXACT)
         assert value.dim() == 0 and not value.requires_grad and value.is_floating_point()
 
 
@@ -200,16 +202,11 @@ def test_huge_log_ratios_stay_finite(fn, gap, sign):
     pi = (single[0] - abs(gap) if gap > 0 else single[0]).requires_grad_()
     far = pi.detach() + gap
     completions = replace(p.completions, rewards=sign * p.completions.rewards.float())
-    extreme = replace(
-        p, pi=pi, mu=far, ref=far, advantages=sign * single[3].abs(), completions=completions
-    )
-    loss, metrics = extreme.call(regularised(fn, kl_coef=1e-3))
+    signed = {"advantages": sign * single[3].abs(), "completions": completions}
+    loss, metrics = replace(p, pi=pi, mu=far, ref=far, **signed).call(regularised(fn, kl_coef=1e-3))
     (gradient,) = torch.autograd.grad(loss, pi)
-    assert (
-        loss.isfinite()
-        and gradient.isfinite().all()
-        and all(value.isfinite() for value in metrics.values())
-    )
+    assert loss.isfinite() and gradient.isfinite().all()
+    assert all(value.isfinite() for value in metrics.values())
 
 
 @every_loss
@@ -230,12 +227,10 @@ def test_what_is_not_a_number_in_a_trained_label_reaches_the_loss(fn):
 
 @every_name
 def test_the_loss_depends_on_the_generators_logprobs_as_it_says(name):
-    p = problem()
-    fn = PUBLISHED[name]
+    p, fn = problem(), PUBLISHED[name]
     loss, moved = p.call(fn)[0], replace(p, mu=p.mu - 0.3).call(fn)[0]
-    assert (loss.item() == moved.item()) is (
-        name in {"reinforce", "rloo", "online_dpo", "best_of_n", "tb"}
-    )
+    is_free = name in {"reinforce", "rloo", "online_dpo", "best_of_n", "tb"}
+    assert (loss.item() == moved.item()) is is_free
 
 
 # --- the knobs of ratios ---
@@ -243,6 +238,7 @@ def test_the_loss_depends_on_the_generators_logprobs_as_it_says(name):
 WITH_RATIO = [name for name in PUBLISHED if "ratio_cap" in SECTIONS[name]]
 with_ratio = pytest.mark.parametrize("fn", [PUBLISHED[name] for name in WITH_RATIO], ids=WITH_RATIO)
 LEVELS = ("token", "sequence", "sequence_mean")
+FREE = {"ratio_cap": None, "ratio_mask_low": None, "ratio_mask_high": None}
 
 
 @with_ratio
@@ -253,30 +249,25 @@ def test_every_ratio_loss_has_the_same_knobs(fn):
 @with_ratio
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_cap_or_a_mask_without_bound_is_none(fn, level):
-    p, none = (
-        problem(spread=3),
-        dict(ratio_cap=None, ratio_mask_low=None, ratio_mask_high=None, ratio_level=level),
-    )
+    p, none = problem(spread=3), FREE | {"ratio_level": level}
     loss = p.call(fn, **none)[0]
     for wide in ({"ratio_cap": math.inf}, {"ratio_mask_low": 0.0, "ratio_mask_high": math.inf}):
         assert p.call(fn, **none | wide)[0].item() == loss.item()
-    tight = {"ratio_cap": 1.3, "ratio_mask_high": 1.3}
-    for name, bound in tight.items():
-        assert p.call(fn, **none | {name: bound})[0].item() != loss.item()
+    for tight in ({"ratio_cap": 1.3}, {"ratio_mask_high": 1.3}):
+        assert p.call(fn, **none | tight)[0].item() != loss.item()
 
 
 @with_ratio
 @pytest.mark.parametrize("level", LEVELS)
 def test_labels_outside_the_mask_get_no_gradient_and_the_others_theirs(fn, level):
     p, bounds = problem(spread=2), dict(ratio_mask_low=0.8, ratio_mask_high=1.25)
-    free = dict(ratio_cap=None, ratio_mask_low=None, ratio_mask_high=None, ratio_level=level)
+    free = FREE | {"ratio_level": level}
     ratios = torch.zeros_like(p.pi)
     for j in range(p.completions.groups.numel()):
         labels = p.labels(j)
         gaps = (p.pi.detach() - p.mu)[labels]
-        ratios[labels] = {"token": gaps, "sequence": gaps.sum(), "sequence_mean": gaps.mean()}[
-            level
-        ].exp()
+        of_level = {"token": gaps, "sequence": gaps.sum(), "sequence_mean": gaps.mean()}
+        ratios[labels] = of_level[level].exp()
     kept = p.mask & (ratios >= 0.8) & (ratios <= 1.25)
     got, metrics = p.gradient(fn, **free | bounds), p.call(fn, **free | bounds)[1]
     assert 0 < kept.sum() < p.mask.sum() and metrics["ratio/masked"] == (p.mask & ~kept).sum()
@@ -286,25 +277,20 @@ def test_labels_outside_the_mask_get_no_gradient_and_the_others_theirs(fn, level
     torch.testing.assert_close(metrics["ratio/max"], ratios.max(), **EXACT)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"ratio_cap": 0.0}, "ratio_cap=0.0: need more than 0"),
-        ({"ratio_cap": math.nan}, "need more than 0"),
-        ({"ratio_mask_low": 2.0, "ratio_mask_high": 1.0}, "0 <= low < high"),
-        ({"ratio_mask_low": -1.0}, "0 <= low < high"),
-        ({"ratio_level": "word"}, "ratio_level=word: need token or sequence or sequence_mean"),
-    ],
-)
-@pytest.mark.parametrize("name", ["aipo", "ppo"])
-def test_impossible_knobs_are_refused(name, options, message):
-    with pytest.raises(ValueError, match=message):
-        problem().call(PUBLISHED[name], **options)
+KNOBS = [
+    ({"ratio_cap": 0.0}, "ratio_cap=0.0: need more than 0"),
+    ({"ratio_cap": math.nan}, "need more than 0"),
+    ({"ratio_mask_low": 2.0, "ratio_mask_high": 1.0}, "0 <= low < high"),
+    ({"ratio_mask_low": -1.0}, "0 <= low < high"),
+    ({"ratio_level": "word"}, "ratio_level=word: need token or sequence or sequence_mean"),
+]
 
 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
+        *(("aipo", *knob) for knob in KNOBS),
+        *(("ppo", *knob) for knob in KNOBS),
         ("grpo", {"clip_low": 1.5}, "0 <= clip_low <= 1"),
         ("ppo", {"clip_high": -0.1}, "clip_high >= 0"),
         ("ppo", {"ratio_cap": 1.2}, "leaves nothing to clip"),
@@ -332,39 +318,17 @@ def test_a_loss_that_compares_with_a_reference_needs_one(name):
 
 # --- a loss of one's own, as the config's check finds it ---
 
-
-MARKED = """
-from llamarl.learning.losses.common import holds_to_generator, needs_reference
-
-def plain(inputs): ...
-
-@holds_to_generator
-def held(inputs): ...
-
-@needs_reference
-def compared(inputs): ...
-"""
 OTHER_TEMPERATURES = ("buffer=replay", "generator.temperature=[0.5,2]")
 
 
-@pytest.fixture
-def marked_losses(tmp_path, monkeypatch):
-    (tmp_path / "marked_losses.py").write_text(MARKED)
-    monkeypatch.syspath_prepend(tmp_path)
-
-
-def accept(*overrides):
-    check_command_line(list(overrides), world_size=1)
-
-
-def test_a_loss_that_holds_to_the_generator_is_refused_at_other_temperatures(marked_losses):
-    accept("loss.fn=marked_losses:held")
-    accept("loss.fn=marked_losses:plain", *OTHER_TEMPERATURES)
-    said = complaint("loss.fn=marked_losses:held", *OTHER_TEMPERATURES)
+def test_the_marks_of_a_loss_of_ones_own_are_asked_about(user_module):
+    for accepted in (
+        ["loss.fn=users_losses:held"],
+        ["loss.fn=users_losses:plain"],
+        ["loss.fn=users_losses:plain", *OTHER_TEMPERATURES],
+        ["loss.fn=users_losses:compared", "reference=frozen"],
+    ):
+        check_command_line(accepted, world_size=1)
+    said = complaint("loss.fn=users_losses:held", *OTHER_TEMPERATURES)
     assert "this loss keeps the policy close to the distribution that sampled" in said
-
-
-def test_a_loss_that_compares_with_a_reference_is_refused_without_one(marked_losses):
-    accept("loss.fn=marked_losses:plain")
-    accept("loss.fn=marked_losses:compared", "reference=frozen")
-    assert "this loss compares with a reference" in complaint("loss.fn=marked_losses:compared")
+    assert "this loss compares with a reference" in complaint("loss.fn=users_losses:compared")

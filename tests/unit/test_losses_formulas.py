@@ -30,8 +30,14 @@ from llamarl.learning.targets import gae, group_mean_std, leave_one_out
 from llamarl.learning.values import value_loss
 from tests.loss_problems import PUBLISHED, Problem, inputs_of, problem
 
-EXACT = dict(atol=1e-13, rtol=1e-11)
+EXACT = dict(atol=1e-14, rtol=1e-12)
 LOG2 = math.log(2)
+HALF = math.log(0.5)
+
+
+def f64(*values, grad=False):
+    return torch.tensor(values, dtype=torch.float64, requires_grad=grad)
+
 
 # Two groups of two completions, pi = 1/2 at each label. Group 0: y0 of two labels with ratios 2 and
 # 1/2, y1 of one with ratio 1. Group 1: y2 of one label with ratio 4, y3 of two with ratio 1.
@@ -44,47 +50,33 @@ REWARDS = [1.0, 0.0, 3.0, 1.0]
 ADVANTAGES = [0.5, -0.5, 1.0, -1.0]  # the group's means are 0.5 and 2
 
 
-def by_hand(advantages=ADVANTAGES) -> Problem:
-    f64 = torch.float64
-    pi = torch.full((6,), -LOG2, dtype=f64)
+def by_hand() -> Problem:
+    pi = torch.full((6,), -LOG2, dtype=torch.float64)
     index = torch.tensor(INDEX)
     completions = Completions(
         index=index,
         groups=torch.tensor(GROUPS),
-        rewards=torch.tensor(REWARDS, dtype=f64),
+        rewards=f64(*REWARDS),
         group_tokens=torch.full((4,), 3.0),
         num_completions=4,
         num_groups=2,
         num_trained_groups=2,
     )
-    mu, ref = (pi - torch.tensor(ratios, dtype=f64).log() for ratios in (RATIOS, REF_RATIOS))
-    return Problem(
-        pi.requires_grad_(),
-        mu,
-        ref,
-        torch.tensor(advantages, dtype=f64)[index],
-        torch.ones(6, dtype=torch.bool),
-        completions,
-        6.0,
-    )
+    mu, ref = (pi - f64(*ratios).log() for ratios in (RATIOS, REF_RATIOS))
+    mask = torch.ones(6, dtype=torch.bool)
+    return Problem(pi.requires_grad_(), mu, ref, f64(*ADVANTAGES)[index], mask, completions, 6.0)
 
 
+OF_COMPLETIONS = {"ratio_cap": 1.5, "normalize": "completions"}
+BAND = {"ratio_mask_low": 0.9, "ratio_mask_high": 3.0}
 HAND = [
     # weights min(r, cap) times advantage, one a label, times log pi = -log 2: -sum w A log pi / 6
     ("aipo", {"ratio_cap": 1.5}, LOG2 * (1.5 * 0.5 + 0.5 * 0.5 - 0.5 + 1.5 - 2) / 6),
     ("dr_grpo", {}, LOG2 * (2 * 0.5 + 0.5 * 0.5 - 0.5 + 4 - 2) / 6),
     ("dr_grpo", {"max_tokens": 10}, LOG2 * (1 + 0.25 - 0.5 + 4 - 2) / 40),
-    (
-        "cispo",
-        {"ratio_cap": 1.5, "normalize": "completions"},
-        LOG2 * ((0.75 + 0.25) / 2 - 0.5 + 1.5 - 1) / 4,
-    ),
+    ("cispo", OF_COMPLETIONS, LOG2 * ((0.75 + 0.25) / 2 - 0.5 + 1.5 - 1) / 4),
     ("reinforce", {}, LOG2 * (0.5 + 0.5 - 0.5 + 1 - 1 - 1) / 6),
-    (
-        "icepop",
-        {"ratio_mask_low": 0.9, "ratio_mask_high": 3.0},
-        LOG2 * (1 - 0.5 + 0 - 2) / 6,
-    ),  # 1/2 and 4 are masked
+    ("icepop", BAND, LOG2 * (1 - 0.5 + 0 - 2) / 6),  # 1/2 and 4 are masked
     # min(r A, clip(r, 0.8, 1.2) A): 0.6 and 0.25 in y0; -0.5; 1.2; -1 and -1
     ("ppo", {}, -(0.6 + 0.25 - 0.5 + 1.2 - 2) / 6),
     ("grpo", {}, -((0.6 + 0.25) / 2 - 0.5 + 1.2 - 1) / 4),
@@ -123,45 +115,34 @@ def test_metrics_of_completions_by_hand():
     def of(name, **options):
         return {k: v.item() for k, v in by_hand().call(PUBLISHED[name], **options)[1].items()}
 
-    token = {"ratio/sum": 9.5, "ratio/max": 4.0}
-    assert of("rloo") == pytest.approx(
-        token | {"kl/generator": (1 - LOG2) + (LOG2 - 0.5) + (3 - 2 * LOG2)}
-    )
+    def some(name, *keys, **options):
+        found = of(name, **options)
+        return [found[key] for key in keys]
+
+    kl = (1 - LOG2) + (LOG2 - 0.5) + (3 - 2 * LOG2)
+    assert of("rloo") == pytest.approx({"ratio/sum": 9.5, "ratio/max": 4.0, "kl/generator": kl})
     # the squares of tb's residuals are (1 - log 2)^2 twice and 4 twice; log Z twice 1 - log 2 and 4
-    got = of("tb", beta=0.5)
-    assert got["tb/square/completions"] == pytest.approx(2 * (1 - LOG2) ** 2 + 8)
-    assert got["tb/log_z/completions"] == pytest.approx(2 * (1 - LOG2) + 8)
-    assert (
-        got["tb/log_ratio/completions"]
-        == pytest.approx(2 * LOG2)
-        == pytest.approx(of("tba")["tba/log_ratio/completions"])
-    )
-    assert of("kimi_k2")["kimi/log_ratio/completions"] == pytest.approx(2 * LOG2)
+    keys = [f"tb/{name}/completions" for name in ("square", "log_z", "log_ratio")]
+    want = [2 * (1 - LOG2) ** 2 + 8, 2 * (1 - LOG2) + 8, 2 * LOG2]
+    assert some("tb", *keys, beta=0.5) == pytest.approx(want)
+    for name, key in (("tba", "tba/log_ratio"), ("kimi_k2", "kimi/log_ratio")):
+        assert some(name, f"{key}/completions") == pytest.approx([2 * LOG2])
     # margins beta 2 log 2 and 0, counted at both completions of their groups
-    got = of("online_dpo", beta=0.5)
-    assert [got[f"dpo/{k}/completions"] for k in ("margin", "accuracy", "tied")] == pytest.approx(
-        [2 * LOG2, 2, 0]
-    )
-    got = of("ppo")
-    assert (got["clip/high"], got["clip/low"], got["ratio/capped"]) == (2, 0, 0)
-    got = of("proximal_rloo")  # y2 alone, once a label
-    assert [got[k] for k in ("clip/high", "ratio/sum", "ratio/max")] == pytest.approx(
-        [1, 2 + 1 + 4 + 2, 4]
-    )
+    keys = [f"dpo/{name}/completions" for name in ("margin", "accuracy", "tied")]
+    assert some("online_dpo", *keys, beta=0.5) == pytest.approx([2 * LOG2, 2, 0])
+    assert some("ppo", "clip/high", "clip/low", "ratio/capped") == [2, 0, 0]
+    # y2 alone is clipped, once a label
+    found = some("proximal_rloo", "clip/high", "ratio/sum", "ratio/max")
+    assert found == pytest.approx([1, 2 + 1 + 4 + 2, 4])
 
 
 @pytest.mark.parametrize("name", ["online_dpo", "best_of_n"])
 def test_a_group_without_preference_adds_nothing(name):
     p = by_hand()
-    tied = replace(
-        p,
-        completions=replace(
-            p.completions, rewards=torch.tensor([1.0, 1.0, 3.0, 1.0], dtype=torch.float64)
-        ),
-    )
+    tied = replace(p, completions=replace(p.completions, rewards=f64(1.0, 1.0, 3.0, 1.0)))
     gradient, (loss, metrics) = tied.gradient(PUBLISHED[name]), tied.call(PUBLISHED[name])
     assert (gradient[:3] == 0).all() and (gradient[3] != 0).all()
-    assert loss.item() == pytest.approx({"online_dpo": LOG2 / 2, "best_of_n": LOG2 / 2}[name])
+    assert loss.item() == pytest.approx(LOG2 / 2)
     (key,) = (k for k in metrics if "tied" in k)
     assert metrics[key] == 2  # completions
 
@@ -170,89 +151,79 @@ def test_a_group_with_one_trained_completion_couples_with_nothing():
     p = by_hand()
     alone = replace(p, mask=torch.tensor([True, True, False, True, True, True]))
     for name in ("tb", "online_dpo", "best_of_n"):
-        assert (alone.gradient(PUBLISHED[name])[:3] == 0).all() and (
-            p.gradient(PUBLISHED[name])[:2] != 0
-        ).all()
+        assert (alone.gradient(PUBLISHED[name])[:3] == 0).all()
+        assert (p.gradient(PUBLISHED[name])[:2] != 0).all()
 
 
 # --- gradients of the papers ---
 
 
-def sums(p: Problem, other: torch.Tensor) -> dict[int, float]:
-    """log(pi/other)(y) of each trained completion."""
-    gaps = (p.pi.detach() - other).tolist()
+def sums(p: Problem, values_T: torch.Tensor) -> dict[int, float]:
+    """The sum of values over the labels of each trained completion."""
+    trained = chain.from_iterable(p.members())
+    return {j: values_T[p.labels(j)].sum().item() for j in trained}
+
+
+def advantages_of(p: Problem) -> dict[int, float]:
+    """The advantage of each trained completion, which all of its labels have."""
+    trained = chain.from_iterable(p.members())
+    return {j: float(p.advantages[p.labels(j)[0]]) for j in trained}
+
+
+def less_their_mean(p: Problem, values: dict[int, float]) -> dict[int, float]:
+    """Values of completions less the mean over the trained ones of their group."""
     found = {}
     for members in p.members():
-        for j in members:
-            found[j] = sum(gaps[t] for t in p.labels(j))
+        mean = sum(values[j] for j in members) / max(1, len(members))
+        found |= {j: values[j] - mean for j in members}
     return found
 
 
-def assert_gradient(p: Problem, name: str, coefficients: dict[int, float], **options) -> None:
-    """That -coefficients (0 where there is none) is the gradient of the loss."""
+def assert_gradient(p: Problem, name: str, of: dict[int, float], weights_T=1.0, **options) -> None:
+    """That the gradient of the loss is minus `of` its completion times the weight of the label, and
+    0 elsewhere.
+    """
     want = torch.zeros_like(p.pi)
-    for t, c in coefficients.items():
-        want[t] = -c
-    torch.testing.assert_close(p.gradient(PUBLISHED[name], **options), want, **EXACT)
+    for j, c in of.items():
+        want[p.labels(j)] = -c
+    torch.testing.assert_close(p.gradient(PUBLISHED[name], **options), want * weights_T, **EXACT)
 
 
-def token_weights(p: Problem, cap=8.0) -> list[float]:
-    return [min(math.exp(a - b), cap) for a, b in zip(p.pi.tolist(), p.mu.tolist())]
+def token_weights(p: Problem) -> torch.Tensor:
+    """[T]: min(pi/mu, 8)"""
+    weights = (p.pi.detach() - p.mu).exp().clamp(max=8.0)
+    assert weights.max() == 8.0 > weights.min()
+    return weights
 
 
-@pytest.mark.parametrize("name", ["cispo", "dr_grpo"])
-def test_gradients_of_tba_eq_13_and_14(name):
+@pytest.mark.parametrize(
+    "name, options",
+    [("cispo", {}), ("dr_grpo", {}), ("kimi_k2", {"tau": 0.3}), ("tba", {"beta": 0.3})],
+)
+def test_gradients_of_tba_eq_13_to_16(name, options):
     p = problem(spread=7)
-    w, a = token_weights(p), p.advantages.tolist()
-    assert max(w) == 8.0 > min(w)
-    trained = p.mask.nonzero().flatten().tolist()
-    assert_gradient(p, name, {t: w[t] * a[t] / p.num_loss_tokens for t in trained})
-
-
-def test_gradient_of_tba_eq_15():
-    p, tau = problem(spread=7), 0.3
-    w = token_weights(p)
-    a = p.advantages.tolist()
-    log_lambda = sums(p, p.mu)
-    c = {}
-    for j, s in log_lambda.items():
-        c |= {int(t): w[t] * (a[t] - tau * s) / p.num_loss_tokens for t in p.labels(j)}
-    assert_gradient(p, "kimi_k2", c, tau=tau)
-
-
-def test_gradient_of_tba_eq_16():
-    p, beta = problem(spread=7), 0.3
-    w = token_weights(p)
-    a = p.advantages.tolist()
-    log_l = sums(p, p.ref)
-    c = {}
-    for members in p.members():
-        mean = sum(log_l[j] for j in members) / max(1, len(members))
-        for j in members:
-            for t in p.labels(j):
-                c[int(t)] = w[t] * (a[t] - beta * (log_l[j] - mean)) / p.num_loss_tokens
-    assert_gradient(p, "tba", c, beta=beta)
+    ratios = dict.fromkeys(advantages_of(p), 0.0)
+    if name == "kimi_k2":
+        ratios = sums(p, p.pi.detach() - p.mu)
+    elif name == "tba":
+        ratios = less_their_mean(p, sums(p, p.pi.detach() - p.ref))
+    c = {j: (a - 0.3 * ratios[j]) / p.num_loss_tokens for j, a in advantages_of(p).items()}
+    assert_gradient(p, name, c, token_weights(p), **options)
 
 
 @pytest.mark.parametrize("gamma, t", [(1.0, 1.0), (1.2, 2.0)])
 def test_gradient_and_value_of_tb_are_those_of_its_target(gamma, t):
     """log R = (log ref / gamma + r / beta) / T (Lee et al. 2024); 1 and 1: TBA eq. 5 and 7."""
-    p = problem()
-    beta = 0.25
+    p, beta = problem(), 0.25
     rewards, n = p.completions.rewards.tolist(), p.completions.num_completions
-    c, squares = {}, 0.0
-    for members in p.members():
-        distance = {}  # log pi - log R of each
-        for j in members:
-            log_pi = sum(float(p.pi[label]) for label in p.labels(j))
-            log_ref = sum(float(p.ref[label]) for label in p.labels(j))
-            distance[j] = log_pi - (log_ref / gamma + rewards[j] / beta) / t
-        mean = sum(distance.values()) / max(1, len(members))
-        squares += sum((distance[j] - mean) ** 2 for j in members)
-        for j in members:
-            c |= {int(i): -beta * (distance[j] - mean) / n for i in p.labels(j)}
+    log_ref = sums(p, p.ref)
+    distance = {}  # log pi - log R of each
+    for j, log_pi in sums(p, p.pi).items():
+        distance[j] = log_pi - (log_ref[j] / gamma + rewards[j] / beta) / t
+    residuals = less_their_mean(p, distance)
+    squares = sum(one**2 for one in residuals.values())
     options = {"beta": beta, "log_reward_temperature": t, "reference_temperature": gamma}
-    assert_gradient(p, "tb", c, **options)
+    assert_gradient(p, "tb", {j: -beta * one / n for j, one in residuals.items()}, **options)
     loss, metrics = p.call(PUBLISHED["tb"], **options)
     assert loss.item() == pytest.approx(beta / 2 * squares / n, rel=1e-12)
     assert metrics["tb/square/completions"].item() == pytest.approx(squares, rel=1e-12)
@@ -260,27 +231,38 @@ def test_gradient_and_value_of_tb_are_those_of_its_target(gamma, t):
 
 def test_gradient_of_rloo_is_the_leave_one_out_policy_gradient_and_copgs_is_the_same():
     p = problem()
-    n, a = p.completions.num_completions, p.advantages.tolist()
-    for q in (p, replace(p, mu=p.pi.detach())):  # off-policy and on-policy
-        c = {}
-        for members in q.members():
-            for j in members:
-                c |= {int(t): a[t] / n for t in q.labels(j)}
+    on_policy = replace(p, mu=p.pi.detach())
+    c = {j: a / p.completions.num_completions for j, a in advantages_of(p).items()}
+    for q in (p, on_policy):
         assert_gradient(q, "rloo", c)
         assert_gradient(q, "copg", c)
-    assert replace(p, mu=p.pi.detach()).call(PUBLISHED["copg"])[0].item() == 0.0
+    assert on_policy.call(PUBLISHED["copg"])[0].item() == 0.0
 
 
 def test_gradient_of_proximal_rloo_carries_the_ratio_inside_the_clip():
-    p, n = problem(spread=0.6), problem().completions.num_completions
-    c, cut = {}, 0
-    for j, log_r in sums(p, p.mu).items():
-        r, a = math.exp(log_r), p.advantages[p.labels(j)[0]].item()
-        clipped = (r > 1.2 and a > 0) or (r < 0.8 and a < 0)
-        cut += clipped
-        c |= {int(t): 0.0 if clipped else r * a / n for t in p.labels(j)}
-    assert 0 < cut < len(sums(p, p.mu))
+    p = problem(spread=0.6)
+    a, c = advantages_of(p), {}
+    for j, log_r in sums(p, p.pi.detach() - p.mu).items():
+        r = math.exp(log_r)
+        is_clipped = (r > 1.2 and a[j] > 0) or (r < 0.8 and a[j] < 0)
+        c[j] = 0.0 if is_clipped else r * a[j] / p.completions.num_completions
+    assert 0 < list(c.values()).count(0.0) < len(c)
     assert_gradient(p, "proximal_rloo", c)
+
+
+def test_gradient_of_online_dpo_is_dpos():
+    """beta sigma(-margin) (grad log pi(y+) - grad log pi(y-)), a mean over groups: DPO, eq. 7."""
+    p, beta = problem(), 0.7
+    log_ratios, rewards = sums(p, p.pi.detach() - p.ref), p.completions.rewards.tolist()
+    c = {}
+    for members in p.members():
+        if len(members) < 2:
+            continue
+        best, worst = (f(members, key=lambda j: rewards[j]) for f in (max, min))
+        margin = beta * (log_ratios[best] - log_ratios[worst])
+        c[best] = beta / (1 + math.exp(margin)) / p.completions.num_groups
+        c[worst] = -c[best]
+    assert_gradient(p, "online_dpo", c, beta=beta)
 
 
 def test_on_policy_the_token_losses_are_the_policy_gradient():
@@ -290,27 +272,6 @@ def test_on_policy_the_token_losses_are_the_policy_gradient():
     for name in ("aipo", "reinforce", "dr_grpo", "cispo", "icepop", "ppo"):
         torch.testing.assert_close(p.gradient(PUBLISHED[name]), want, **EXACT)
     torch.testing.assert_close(p.gradient(PUBLISHED["grpo"], normalize="tokens"), want, **EXACT)
-
-
-def test_gradient_of_online_dpo_is_dpos():
-    # beta sigma(-margin) (grad log pi(y+) - grad log pi(y-)), a mean over groups        (DPO, eq.
-    # 7)
-    p = problem()
-    beta = 0.7
-    c = {}
-    log_ratios, rewards = sums(p, p.ref), p.completions.rewards.tolist()
-    for members in p.members():
-        if len(members) < 2:
-            continue
-        best, worst = (f(members, key=lambda j: rewards[j]) for f in (max, min))
-        pull = (
-            beta
-            / (1 + math.exp(beta * (log_ratios[best] - log_ratios[worst])))
-            / p.completions.num_groups
-        )
-        for j, sign in ((best, 1), (worst, -1)):
-            c |= {int(t): sign * pull for t in p.labels(j)}
-    assert_gradient(p, "online_dpo", c, beta=beta)
 
 
 def test_the_clip_cuts_the_gradient_on_its_side_alone():
@@ -330,54 +291,37 @@ def test_past_the_largest_ratio_a_bad_token_is_still_pushed_down():
     inputs = inputs_of(pi, -100 * one, None, -one, one.bool(), num_loss_tokens=1)
     loss, _ = PUBLISHED["ppo"](inputs)
     loss.backward()
-    assert pi.grad.item() == pytest.approx(math.exp(20)) and loss.item() == pytest.approx(
-        math.exp(20)
-    )
+    assert [pi.grad.item(), loss.item()] == pytest.approx([math.exp(20)] * 2)
 
 
 # --- the value head ---
 
 
-def test_value_loss_by_hand():
-    # V 2, 0.5, 1, 9; V_old 1; R 0, 1, 1; eps 0.4: clip(V) 1.4, 0.6, 1. max(4, 1.96), max(0.25,
-    # 0.16), 0
-    values = torch.tensor([2.0, 0.5, 1.0], requires_grad=True)
-    old, returns = torch.ones(3), torch.tensor([0.0, 1.0, 1.0])
-    loss, metrics = value_loss(values, old, returns, value_clip=0.4, num_loss_tokens=3)
-    loss.backward()
-    assert loss.item() == pytest.approx(4.25 / 2 / 3) and values.grad.tolist() == pytest.approx(
-        [2 / 3, -0.5 / 3, 0]
-    )
-    assert {k: v.item() for k, v in metrics.items()} == pytest.approx(
-        {"value/sum": 3.5, "value/error": 2.5, "value/clipped": 0}
-    )
-    free = value_loss(values.detach(), old, returns, value_clip=None, num_loss_tokens=3)[0]
-    assert free.item() == pytest.approx(4.25 / 2 / 3)
-
-
-def test_value_loss_clips_a_step_towards_the_return():
-    # V 2 from V_old 1 towards R 3: the clipped 1.4 is farther, (3 - 1.4)^2, and has no gradient
-    value = torch.tensor([2.0], requires_grad=True)
-    one = torch.ones(1)
-    loss, metrics = value_loss(value, one, 3 * one, value_clip=0.4, num_loss_tokens=1)
-    loss.backward()
-    assert (
-        loss.item() == pytest.approx(1.6**2 / 2)
-        and value.grad.item() == 0
-        and metrics["value/clipped"] == 1
-    )
+@pytest.mark.parametrize(
+    "values, returns, loss, slopes, error, clipped",
+    [
+        # V_old 1, eps 0.4: clip(V) 1.4, 0.6, 1. max(4, 1.96), max(0.25, 0.16), 0
+        ([2.0, 0.5, 1.0], [0.0, 1.0, 1.0], 4.25 / 2 / 3, [2 / 3, -0.5 / 3, 0], 2.5, 0),
+        # A step towards the return: the clipped 1.4 is farther, (3 - 1.4)^2, and has no gradient
+        ([2.0], [3.0], 1.6**2 / 2, [0], 1.0, 1),
+    ],
+)
+def test_value_loss_by_hand(values, returns, loss, slopes, error, clipped):
+    values = torch.tensor(values, requires_grad=True)
+    given = (torch.ones(len(values)), torch.tensor(returns))
+    found, metrics = value_loss(values, *given, value_clip=0.4, num_loss_tokens=len(values))
+    found.backward()
+    assert found.item() == pytest.approx(loss) and values.grad.tolist() == pytest.approx(slopes)
+    wanted = {"value/sum": values.sum().item(), "value/error": error, "value/clipped": clipped}
+    assert {k: v.item() for k, v in metrics.items()} == pytest.approx(wanted)
+    free = value_loss(values, *given, value_clip=None, num_loss_tokens=len(values))[0]
+    squares = sum((v - r) ** 2 for v, r in zip(values.tolist(), returns))
+    assert free.item() == pytest.approx(squares / 2 / len(values))
     with pytest.raises(ValueError, match="value_clip=0"):
-        value_loss(value, one, one, value_clip=0, num_loss_tokens=1)
+        value_loss(values, *given, value_clip=0, num_loss_tokens=1)
 
 
 # --- KL to the reference and entropy bonus around a loss ---
-
-
-HALF = math.log(0.5)
-
-
-def f64(*values, grad=False):
-    return torch.tensor(values, dtype=torch.float64, requires_grad=grad)
 
 
 # pi 1/2, ref 1/4: x = log(ref/pi) = -log 2
@@ -392,17 +336,13 @@ def f64(*values, grad=False):
 def test_kl_term_by_hand(estimator, value, slope):
     pi = f64(HALF, grad=True)
     fn = regularised(PUBLISHED["aipo"], kl_coef=0.1, kl_estimator=estimator)
-    inputs = inputs_of(
-        pi, f64(HALF), f64(2 * HALF), f64(0.0), torch.tensor([True]), num_loss_tokens=2
-    )
-    loss, metrics = fn(inputs)
+    given = (f64(HALF), f64(2 * HALF), f64(0.0), torch.tensor([True]))
+    loss, metrics = fn(inputs_of(pi, *given, num_loss_tokens=2))
     loss.backward()
     assert loss.item() == pytest.approx(0.1 / 2 * value, abs=1e-15)
     assert pi.grad.item() == pytest.approx(0.1 / 2 * slope, abs=1e-15)
-    assert (
-        metrics["kl/ref"].item() == pytest.approx(math.log(2) - 0.5, abs=1e-14)
-        and not metrics["kl/ref"].requires_grad
-    )
+    assert metrics["kl/ref"].item() == pytest.approx(math.log(2) - 0.5, abs=1e-14)
+    assert not metrics["kl/ref"].requires_grad
 
 
 def test_estimators_and_the_gradients_of_k1_and_k2_are_the_exact_kls_in_the_mean():
@@ -431,9 +371,8 @@ def test_entropy_bonus_by_hand():
     )
     loss, metrics = fn(inputs)
     loss.backward()
-    assert loss.item() == pytest.approx(-0.3 * 2 / 4) and entropy.grad.tolist() == pytest.approx(
-        [-0.3 / 4, 0.0]
-    )
+    assert loss.item() == pytest.approx(-0.3 * 2 / 4)
+    assert entropy.grad.tolist() == pytest.approx([-0.3 / 4, 0.0])
     assert "kl/ref" not in metrics
 
 
@@ -445,52 +384,37 @@ def test_without_coefficients_the_loss_is_untouched_and_the_reference_is_measure
     assert around[1]["kl/ref"].item() == pytest.approx(want, rel=1e-12)
 
 
-@pytest.mark.parametrize("normalize", ["tokens", "completions", "groups"])
-@pytest.mark.parametrize("bound", [True, False])
-def test_the_kl_is_weighed_as_the_loss_is(normalize, bound):
-    """DeepSeekMath, eq. 3: of completions the KL is inside the mean over a completion's tokens."""
-    p = problem(sizes=(3, 2, 4))
-    x = p.ref - p.pi.detach()
-    kl = (x.exp() - 1 - x).tolist()
-    labels = [p.labels(j).tolist() for j in range(p.completions.groups.numel())]
-    if normalize == "tokens":
-        parts = [list(chain.from_iterable(labels))]
-    elif normalize == "completions":
-        parts = labels
-    else:
-        parts = []
-        for members in p.members():
-            parts.append(list(chain.from_iterable(labels[j] for j in members)))
-    means = []
-    for part in parts:
-        if part:
-            means.append(sum(kl[i] for i in part) / len(part))
-    want = 0.04 * sum(means) / len(means)
-    options = {"normalize": normalize}
-    fn = functools.partial(PUBLISHED["grpo"], **options) if bound else PUBLISHED["grpo"]
-    given = {} if bound else options
-    with_kl = p.call(regularised(fn, kl_coef=0.04), **given)[0].item()
-    assert with_kl - p.call(fn, **given)[0].item() == pytest.approx(want, rel=1e-10)
-
-
 SUMMED = ["rloo", "copg", "proximal_rloo", "online_dpo", "best_of_n", "tb"]
 
 
-@pytest.mark.parametrize("name", SUMMED)
-def test_around_a_loss_that_sums_completions_kl_coef_is_the_papers_beta(name):
-    """The mean over completions of the sum over each one's tokens."""
+@pytest.mark.parametrize("bound", [True, False])
+@pytest.mark.parametrize(
+    "name, options, over, weigh",
+    [
+        ("grpo", {"normalize": "tokens"}, "batch", torch.mean),
+        ("grpo", {"normalize": "completions"}, "completions", torch.mean),
+        ("grpo", {"normalize": "groups"}, "groups", torch.mean),
+        ("best_of_n", {"length_normalize": True}, "completions", torch.mean),
+        *((name, {}, "completions", torch.sum) for name in SUMMED),
+    ],
+)
+def test_the_kl_is_weighed_as_the_loss_is(name, options, over, weigh, bound):
+    """DeepSeekMath, eq. 3: of completions the KL is inside the mean over a completion's tokens.
+    Around a loss that sums completions kl_coef is the papers' beta, and each KL a sum over tokens.
+    """
     p = problem(sizes=(3, 2, 4))
     x = p.ref - p.pi.detach()
-    kl = (x.exp() - 1 - x).tolist()
-    sums = []
-    for j in range(p.completions.groups.numel()):
-        own = p.labels(j).tolist()
-        if own:
-            sums.append(sum(kl[i] for i in own))
-    want = 0.04 * sum(sums) / len(sums)
-    fn = PUBLISHED[name]
-    around = p.call(regularised(fn, kl_coef=0.04))[0].item()
-    assert around - p.call(fn)[0].item() == pytest.approx(want, rel=1e-9)
+    kl = x.exp() - 1 - x
+    labels = [p.labels(j) for j in range(p.completions.groups.numel())]
+    parts = {"batch": [torch.cat(labels)], "completions": labels, "groups": []}
+    for members in p.members():
+        parts["groups"].append(torch.cat([labels[j] for j in members]))
+    shares = [float(weigh(kl[part])) for part in parts[over] if part.numel()]
+    want = 0.04 * sum(shares) / len(shares)
+    fn = functools.partial(PUBLISHED[name], **options) if bound else PUBLISHED[name]
+    given = {} if bound else options
+    with_kl = p.call(regularised(fn, kl_coef=0.04), **given)[0].item()
+    assert with_kl - p.call(fn, **given)[0].item() == pytest.approx(want, rel=1e-9)
 
 
 def test_max_tokens_divides_the_loss_and_not_its_kl():
@@ -505,39 +429,17 @@ def test_max_tokens_divides_the_loss_and_not_its_kl():
     assert loss == pytest.approx(sums / (7 * p.completions.num_completions))
 
 
-def test_best_of_n_by_length_has_a_kl_by_length():
-    p = problem(sizes=(3, 2, 4))
-    x = p.ref - p.pi.detach()
-    kl = (x.exp() - 1 - x).tolist()
-    means = []
-    for j in range(p.completions.groups.numel()):
-        own = p.labels(j).tolist()
-        if own:
-            means.append(sum(kl[i] for i in own) / len(own))
-    want = 0.04 * sum(means) / len(means)
-    fn = functools.partial(PUBLISHED["best_of_n"], length_normalize=True)
-    given = PUBLISHED["best_of_n"]
-    bound = p.call(regularised(fn, kl_coef=0.04))[0].item() - p.call(fn)[0].item()
-    asked = p.call(regularised(given, kl_coef=0.04), length_normalize=True)[0].item()
-    assert bound == pytest.approx(want, rel=1e-9)
-    assert asked - p.call(fn)[0].item() == pytest.approx(want, rel=1e-9)
-
-
 @uses_entropy
 def my_loss(inputs):
     return -(inputs.trainer_logprobs + inputs.entropy).sum() / inputs.num_loss_tokens, {}
 
 
 def test_what_a_loss_is_given_goes_through():
-    assert [
-        has_mark(fn, "uses_entropy")
-        for fn in (PUBLISHED["aipo"], regularised(PUBLISHED["aipo"]), my_loss)
-    ] == [False, False, True]
-    assert has_mark(regularised(my_loss), "uses_entropy") and has_mark(
-        regularised(PUBLISHED["tb"], entropy_coef=0.1), "uses_entropy"
-    )
-    around = regularised(functools.partial(PUBLISHED["tb"], beta=0.5), kl_coef=0.1)
-    assert not has_mark(around, "uses_entropy")
+    bound = functools.partial(PUBLISHED["tb"], beta=0.5)
+    for fn in (my_loss, regularised(my_loss), regularised(PUBLISHED["tb"], entropy_coef=0.1)):
+        assert has_mark(fn, "uses_entropy")
+    for fn in (PUBLISHED["aipo"], regularised(PUBLISHED["aipo"]), regularised(bound, kl_coef=0.1)):
+        assert not has_mark(fn, "uses_entropy")
     entropy = f64(3.0, grad=True)
     one = f64(1.0)
     inputs = inputs_of(one, one, None, one, one.bool(), num_loss_tokens=1, entropy=entropy)
@@ -581,9 +483,8 @@ def test_k3_is_nonnegative_convex_and_smooth_past_its_limit(x):
     values = k3(points)
     (slope,) = torch.autograd.grad(values.sum(), points)
     assert (values >= 0).all() and (slope.diff() >= 0).all()
-    exact = math.expm1(min(x, MAX_LOG_RATIO)) * (1 + max(x - MAX_LOG_RATIO, 0)) - min(
-        x, MAX_LOG_RATIO
-    )
+    within = min(x, MAX_LOG_RATIO)
+    exact = math.expm1(within) * (1 + max(x - MAX_LOG_RATIO, 0)) - within
     assert values[1].item() == pytest.approx(exact, rel=1e-9, abs=1e-15)
 
 
@@ -595,15 +496,12 @@ def test_half_square_is_a_square_until_it_would_overflow():
     x = torch.tensor([-3.0, 1e6, 1e20, -1e30], requires_grad=True)
     values = half_square(x)
     (slope,) = torch.autograd.grad(values.sum(), x)
-    assert values.tolist() == pytest.approx(
-        [4.5, 5e11, 1e28, 1e38], rel=1e-6
-    ) and slope.tolist() == [-3.0, 1e6, 1e8, -1e8]
+    assert values.tolist() == pytest.approx([4.5, 5e11, 1e28, 1e38], rel=1e-6)
+    assert slope.tolist() == [-3.0, 1e6, 1e8, -1e8]
 
 
 # --- against TRL and torchtune ---
 
-
-EXACT = dict(atol=1e-14, rtol=1e-12)
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "trl_losses.json").read_text())
 OURS = {
     "grpo": ("grpo", {}, {}),
@@ -622,9 +520,7 @@ OURS = {
 
 def packed():
     """(TRL's padded tensors, which labels are no padding, ours end to end)."""
-    padded = {
-        name: torch.tensor(value, dtype=torch.float64) for name, value in GOLDEN["tensors"].items()
-    }
+    padded = {name: f64(*value) for name, value in GOLDEN["tensors"].items()}
     lengths = torch.tensor(GOLDEN["lengths"])
     real = torch.arange(5) < lengths[:, None]
     index = torch.arange(6).repeat_interleave(lengths)
@@ -638,9 +534,9 @@ def packed():
         num_groups=2.0,
         num_trained_groups=2.0,
     )
-    ours = {
-        name: value[real] if value.dim() == 2 else value[index] for name, value in padded.items()
-    }
+    ours = {}
+    for name, value in padded.items():
+        ours[name] = value[real] if value.dim() == 2 else value[index]
     return padded, real, ours, completions
 
 
@@ -653,16 +549,9 @@ def test_loss_and_gradient_equal_trls(case):
     fn, size = regularised(PUBLISHED[name], **around), pi.numel()
     # TRL's dr_grpo is the clipped surrogate over completions times their room
     tokens = 6.0 * 5 if case == "dr_grpo" else float(size)
-    inputs = inputs_of(
-        pi,
-        t["generator_logprobs"],
-        t["ref_logprobs"],
-        advantages,
-        torch.ones(size, dtype=torch.bool),
-        num_loss_tokens=tokens,
-        entropy=entropy,
-        completions=completions,
-    )
+    given = (t["generator_logprobs"], t["ref_logprobs"], advantages)
+    of_all = {"num_loss_tokens": tokens, "entropy": entropy, "completions": completions}
+    inputs = inputs_of(pi, *given, torch.ones(size, dtype=torch.bool), **of_all)
     loss, _ = fn(inputs, **options)
     loss.backward()
     assert loss.item() == pytest.approx(golden["loss"], rel=1e-12)
@@ -670,11 +559,8 @@ def test_loss_and_gradient_equal_trls(case):
     torch.testing.assert_close(pi.grad, want[real], **EXACT)
     assert (want != 0).any() and (want[~real] == 0).all()
     if "entropy_gradient" in golden:
-        torch.testing.assert_close(
-            entropy.grad,
-            torch.tensor(golden["entropy_gradient"], dtype=torch.float64)[real],
-            **EXACT,
-        )
+        wanted = torch.tensor(golden["entropy_gradient"], dtype=torch.float64)[real]
+        torch.testing.assert_close(entropy.grad, wanted, **EXACT)
 
 
 def test_every_golden_is_compared():
@@ -712,9 +598,6 @@ def test_ppo_value_loss_and_gae_equal_torchtunes():
     every = torch.ones(28, dtype=torch.bool)
     inputs = inputs_of(pi.flatten(), old.flatten(), None, want.flatten(), every, num_loss_tokens=28)
     ours = PUBLISHED["ppo"](inputs)[0]
-    ours_value, _ = value_loss(
-        *(x.flatten() for x in (values, old_values, want_returns)),
-        value_clip=0.3,
-        num_loss_tokens=28,
-    )
+    flat = (x.flatten() for x in (values, old_values, want_returns))
+    ours_value, _ = value_loss(*flat, value_clip=0.3, num_loss_tokens=28)
     torch.testing.assert_close((ours, ours_value), (policy, value), **EXACT)
