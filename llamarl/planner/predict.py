@@ -292,13 +292,6 @@ class Predictor:
 # on a fixed number of GPUs. The gain comes from a larger b, at which eta is lower, or a smaller m.
 
 
-def t_sync(batch: float, total: float, gpus: float, eta_t: float, eta_g: float) -> float:
-    """Return seconds of a synchronous step. batch: B0. total: G0. gpus: m. eta_t, eta_g: seconds a
-    completion.
-    """
-    return batch * gpus / total * (eta_t + eta_g)
-
-
 def best_split(trainer: tuple[float, float], generator: tuple[float, float]) -> float:
     """Return theta*, the trainer's share at which both sides take equally long. trainer, generator:
     (m, eta).
@@ -306,12 +299,3 @@ def best_split(trainer: tuple[float, float], generator: tuple[float, float]) -> 
     gpus_t, eta_t = trainer
     gpus_g, eta_g = generator
     return gpus_t * eta_t / (gpus_t * eta_t + gpus_g * eta_g)
-
-
-def t_best(
-    batch: float, total: float, trainer: tuple[float, float], generator: tuple[float, float]
-) -> float:
-    """Return T*, seconds of an asynchronous step at theta*. trainer, generator: (m, eta)."""
-    gpus_t, eta_t = trainer
-    gpus_g, eta_g = generator
-    return batch / total * (gpus_t * eta_t + gpus_g * eta_g)
