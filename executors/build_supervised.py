@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from functools import partial
 
-from executors.build import build_scorer, engine_alone, sampling_of
+from executors.build import sampling_of
+from executors.build_scripts import build_scorer, engine_alone
 from executors.build_trainer import trained_model_of
 from executors.supervised import SupervisedTrainer
 from llamarl.config.supervised import RewardModelConfig, SFTConfig, SupervisedConfig

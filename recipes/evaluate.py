@@ -35,7 +35,8 @@ import llamarl  # noqa: F401  before torch: it says how torch's threads wait
 import torch
 import torch.distributed as dist
 
-from executors.build import answering_engine, build_scorer, sampling_of
+from executors.build import sampling_of
+from executors.build_scripts import answering_engine, build_scorer
 from llamarl.comm.groups import init_world, threads_per_rank
 from llamarl.config.evaluation import EvaluationConfig
 from llamarl.evaluation.ask import Answers, complete, score

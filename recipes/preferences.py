@@ -19,7 +19,7 @@ from llamarl.config.preferences import PreferencesConfig, preferences_main
 @preferences_main
 def run(config: PreferencesConfig) -> None:
     # Here: help and mistakes in the command line are answered before PyTorch is loaded.
-    from executors.build import build_pair_maker, build_scorer
+    from executors.build_scripts import build_pair_maker, build_scorer
     from llamarl.launch import launch_preferences
 
     with launch_preferences(config) as job:

@@ -22,7 +22,8 @@ from llamarl.config.command_line import RED_TEAM
 @functools.partial(main, kind=RED_TEAM)
 def run(config: Config) -> None:
     # Here: help and mistakes in the command line are answered before PyTorch is loaded.
-    from executors.build import build_executors, build_victim
+    from executors.build import build_executors
+    from executors.build_victim import build_victim
     from llamarl.launch import launch
 
     with launch(config) as job:

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executors.build import build_executors, build_victim
+from executors.build import build_executors
+from executors.build_victim import build_victim
 from llamarl.comm.channel import Broadcast, Gather, Scatter
 from llamarl.comm.groups import World
 from llamarl.config.command_line import RED_TEAM, compose_config
