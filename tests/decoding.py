@@ -42,12 +42,18 @@ def needs_kernels():
         pytest.skip("no C compiler, or LLAMARL_NATIVE=0")
 
 
+def by_place(finished):
+    """Completions by (stream, ticket, sample_index)."""
+    return {(stream, c.ticket, c.sample_index): c for stream, c in finished}
+
+
 def drain(engine, chunk=4):
+    """Completions of all that is at work, by place."""
     finished = []
     while engine.num_live or engine.num_waiting:
         engine.step(chunk)
         finished += engine.pop_finished()
-    return {(stream, c.ticket, c.sample_index): c for stream, c in finished}
+    return by_place(finished)
 
 
 def full_forward_logits(decoder, completion):

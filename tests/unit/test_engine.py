@@ -1,11 +1,10 @@
 """The engine's completions against one forward over the whole sequence, however it batches, grows,
-swaps weights, or is interrupted.
+swaps weights, or is interrupted; and behind a context, where K/V are taken if they are kept.
 """
 
 import dataclasses
 import math
 import os
-from itertools import chain
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from llamarl.inference import generate
 from llamarl.inference.engine import Engine
+from llamarl.inference.requests import Partial
 from llamarl.inference.sampler import SamplingParams
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder, read_config
@@ -24,6 +24,7 @@ from tests.decoding import (
     CONFIG,
     MAX_LEN,
     TOLERANCE,
+    by_place,
     drain,
     full_forward_logits,
     full_forward_logprobs,
@@ -31,6 +32,7 @@ from tests.decoding import (
     random_decoder,
 )
 from tests.engines import load
+from tests.random_models import SIZES
 from tests.tolerances import assert_same_greedy, margins_of, of_logprobs
 
 pytestmark = pytest.mark.machine
@@ -48,9 +50,16 @@ def assert_close(got, want):
 
 
 def assert_parity(e, completions, **processing):
+    """Sampled tokens have the logprobs that one forward gives them."""
     assert completions
     for c in completions:
-        assert_close(c.generator_logprobs, full_forward_logprobs(e.decoder, c, **processing))
+        wanted = full_forward_logprobs(e.decoder, c, **processing)
+        assert_close(c.generator_logprobs[c.loss_mask], wanted[c.loss_mask])
+
+
+def assert_same_bits(one, other):
+    assert torch.equal(one.token_ids, other.token_ids)
+    assert torch.equal(one.generator_logprobs, other.generator_logprobs)
 
 
 def tokens_of(completions):
@@ -59,20 +68,7 @@ def tokens_of(completions):
 
 def test_greedy_equals_transformers_generate(way, tmp_path):
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=61,
-        hidden_size=48,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+    config = LlamaConfig(**SIZES, initializer_range=0.3, bos_token_id=1, eos_token_id=2)
     model = LlamaForCausalLM(config).eval()
     model.save_pretrained(tmp_path)
     decoder = load_weights(build_decoder(read_config(tmp_path)), tmp_path)
@@ -88,7 +84,7 @@ def test_greedy_equals_transformers_generate(way, tmp_path):
 def test_generator_logprobs_equal_a_fresh_full_forward(way):
     e = engine(max_slots=5)
     params = SamplingParams(24, temperature=0.7, stop_token_ids=(2, 3), n=3)
-    completions = list(chain.from_iterable(generate(e, PROMPTS, params)))
+    completions = sum(generate(e, PROMPTS, params), [])
     assert len({c.token_ids.numel() for c in completions}) > 3  # ragged, so that rows were moved
     assert_parity(e, completions, temperature=0.7)
 
@@ -136,8 +132,7 @@ def test_the_same_submissions_give_the_same_bits():
     first, second = run(), run()
     assert list(first) == list(second)
     for key, c in first.items():
-        assert torch.equal(c.token_ids, second[key].token_ids)
-        assert torch.equal(c.generator_logprobs, second[key].generator_logprobs)
+        assert_same_bits(c, second[key])
 
 
 class OverOldKeys:
@@ -206,18 +201,6 @@ def test_greedy_and_sampling_rows_share_a_batch():
     assert_parity(e, [greedy])
 
 
-def test_step_returns_the_number_of_tokens_sampled():
-    e = engine(max_slots=4)
-    for ticket, prompt in enumerate(PROMPTS):
-        e.submit(ticket, prompt, SamplingParams(9, n=2, stop_token_ids=(2, 5, 6)))
-    sampled, finished = 0, []
-    while e.num_live or e.num_waiting:
-        sampled += e.step(4)
-        finished += e.pop_finished()
-    assert sampled == sum(c.token_ids.numel() for _, c in finished)
-    assert e.step(4) == 0
-
-
 def test_the_longest_completion_fills_its_slot_and_no_other(way):
     # A whole number of blocks: the place behind it is the next slot's first.
     e = engine(max_slots=2, max_len=16)
@@ -244,7 +227,7 @@ def test_the_cache_grows_under_running_rows_and_a_full_engine_still_scores(way):
     assert_parity(e, drain(e).values())
 
 
-def test_aborted_samples_keep_their_tokens_and_the_rest_go_on():
+def test_the_rest_goes_on_where_samples_were_aborted():
     e = engine(max_slots=3)
     e.submit(0, PROMPTS[0], SamplingParams(10, n=2))
     # Longer than the first cache and with more stop tokens than the first table, so that both are
@@ -253,19 +236,13 @@ def test_aborted_samples_keep_their_tokens_and_the_rest_go_on():
     e.submit(0, PROMPTS[2], SamplingParams(10), stream=1)
     e.step(4)
     assert e.abort(0, stream=0) == 2
-    assert e.abort(0, stream=0) == 0
-    aborted = [(c.ticket, c.finish_reason, c.token_ids.numel()) for _, c in e.pop_finished()]
-    assert aborted == [(0, "aborted", 4)] * 2
+    aborted = [(c.finish_reason, c.token_ids.numel()) for _, c in e.pop_finished()]
+    assert aborted == [("aborted", 4)] * 2
     rest = drain(e)
     lengths = {key: c.token_ids.numel() for key, c in rest.items()}
     assert lengths == {(0, 1, 0): 30, (0, 1, 1): 30, (0, 1, 2): 30, (1, 0, 0): 10}
     assert_parity(e, [rest[1, 0, 0]])
     assert_parity(e, [rest[0, 1, i] for i in range(3)], banned=(2, 3))
-    e.submit(5, PROMPTS[0], SamplingParams(10, n=5))
-    e.step(1)
-    assert e.abort() == 5 and (e.num_live, e.num_waiting) == (0, 0)
-    ended = sorted((c.sample_index, c.token_ids.numel()) for _, c in e.pop_finished())
-    assert ended == [(0, 1), (1, 1), (2, 1), (3, 0), (4, 0)]
 
 
 def test_prompts_beyond_one_prefill_are_prefilled_in_parts(monkeypatch):
@@ -282,8 +259,7 @@ def test_a_completion_can_be_trained_on():
     ids = torch.cat([completion.prompt_ids, completion.token_ids])
     ends = torch.tensor([0, ids.numel()])
     logits = e.decoder(ids, torch.arange(ids.numel()), PackedAttention(ends))
-    logprobs = logits[2:-1].log_softmax(1).gather(1, completion.token_ids[:, None]).squeeze(1)
-    (logprobs * completion.generator_logprobs).sum().backward()
+    (logits[2:-1].sum(1) * completion.generator_logprobs).sum().backward()
     assert all(p.grad is not None for p in e.decoder.parameters())
 
 
@@ -298,10 +274,9 @@ def test_what_does_not_fit_is_refused_at_submit():
         with pytest.raises(ValueError, match=problem):
             e.submit(1, prompt, params)
     assert e.num_waiting == 1
-    for options in ({"cache_tokens": 39}, {"prefill_chunk": 0}):
-        ((key, value),) = options.items()
+    for key, value in {"cache_tokens": 39, "prefill_chunk": 0}.items():
         with pytest.raises(ValueError, match=f"{key}={value}"):
-            engine(**options)
+            engine(**{key: value})
 
 
 def test_weights_that_are_not_finite_are_an_error_and_not_a_completion():
@@ -355,8 +330,7 @@ def test_the_native_path_does_not_depend_on_threads():
     finally:
         torch.set_num_threads(threads)
     for (a,), (b,) in zip(together, again):
-        assert torch.equal(a.token_ids, b.token_ids)
-        assert torch.equal(a.generator_logprobs, b.generator_logprobs)
+        assert_same_bits(a, b)
 
 
 def test_the_native_path_in_bfloat16_is_as_near_float32_as_the_module_is():
@@ -497,7 +471,7 @@ def test_a_completion_interrupted_anywhere_goes_on_in_another_engine(steps, slot
     first = submitted(slots)
     for _ in range(steps):
         first.step(1)
-    found = {(stream, c.ticket, c.sample_index): c for stream, c in first.pop_finished()}
+    found = by_place(first.pop_finished())
     second = engine(max_slots=4, prefill_chunk=prefill_chunk)
     second.weights_changed(5)
     partials = first.export_partials()
@@ -507,7 +481,7 @@ def test_a_completion_interrupted_anywhere_goes_on_in_another_engine(steps, slot
     sampled = 0
     while second.num_live or second.num_waiting:
         sampled += second.step(4)
-        found |= {(stream, c.ticket, c.sample_index): c for stream, c in second.pop_finished()}
+        found |= by_place(second.pop_finished())
     assert found.keys() == expected.keys()
     for key, c in expected.items():
         assert torch.equal(found[key].token_ids, c.token_ids)
@@ -522,28 +496,212 @@ def test_a_completion_interrupted_anywhere_goes_on_in_another_engine(steps, slot
     assert sampled == new
 
 
+def partial_of(tokens, params, **fields):
+    """A sample of ticket 7 of the first prompt, with these tokens of version 0."""
+    token_ids = torch.as_tensor(tokens)
+    values = {
+        "stream": 0,
+        "ticket": 7,
+        "sample_index": 0,
+        "prompt_ids": torch.tensor(PROMPTS[0]),
+        "token_ids": token_ids,
+        "generator_logprobs": torch.zeros(len(token_ids)),
+        "policy_versions": torch.zeros_like(token_ids),
+    }
+    return Partial(params=params, **{**values, **fields})
+
+
 def test_a_completion_that_has_ended_cannot_go_on_and_an_aborted_partial_keeps_its_tokens():
     e = engine()
     e.submit(0, PROMPTS[0], SamplingParams(6))
     e.step(2)
     (partial,) = e.export_partials()
     for more, params in ((6, SamplingParams(6)), (1, SamplingParams(6, stop_token_ids=(4,)))):
-        ended = dataclasses.replace(
-            partial,
-            token_ids=torch.full((more,), 4),
-            generator_logprobs=torch.zeros(more),
-            policy_versions=torch.zeros(more, dtype=torch.int64),
-            loss_mask=torch.ones(more, dtype=torch.bool),
-            restarts=torch.zeros(more, dtype=torch.bool),
-            params=params,
-        )
         with pytest.raises(ValueError, match="cannot go on"):
-            e.submit_partial(ended)
+            e.submit_partial(partial_of([4] * more, params))
     other = engine()
     other.submit_partial(partial)
     assert other.abort() == 1
     ((_, c),) = other.pop_finished()
     assert torch.equal(c.token_ids, partial.token_ids) and c.finish_reason == "aborted"
+
+
+# --- K/V of a completion that stopped and goes on ---
+
+CONTEXT = [3, 11, 4]
+
+
+def behind(completion, context, params):
+    """What goes on with a completion behind a context."""
+    size = len(context)
+    versions = completion.policy_versions
+    return partial_of(
+        torch.cat([completion.token_ids, torch.tensor(context)]),
+        params,
+        sample_index=completion.sample_index,
+        generator_logprobs=torch.cat([completion.generator_logprobs, torch.zeros(size)]),
+        policy_versions=torch.cat([versions, versions[-1].expand(size)]),
+        loss_mask=torch.cat([completion.loss_mask, torch.zeros(size, dtype=torch.bool)]),
+    )
+
+
+def first_turns(made, count=3):
+    """Turns of one token."""
+    made.submit(7, PROMPTS[0], SamplingParams(30, stop_token_ids=tuple(range(31)), n=count))
+    return drain(made)
+
+
+def go_on(made, finished, context=CONTEXT):
+    for completion in finished.values():
+        most = completion.token_ids.numel() + len(context) + 8
+        made.submit_partial(behind(completion, context, SamplingParams(most)))
+    return drain(made)
+
+
+def computed_tokens(made, monkeypatch):
+    """A list to which each pass of a prompt adds how many tokens it computes."""
+    counted = []
+    prefill = made._runner.prefill
+
+    def call(first_slot, prompts, *given, **named):
+        counted.append(sum(ids.numel() for ids in prompts))
+        return prefill(first_slot, prompts, *given, **named)
+
+    monkeypatch.setattr(made._runner, "prefill", call)
+    return counted
+
+
+def test_a_turn_behind_kept_rows_is_as_one_forward_says_and_computes_only_what_is_new(
+    way, monkeypatch
+):
+    made = engine(kept_tokens=100)
+    finished = first_turns(made)
+    assert made._kept.places == 3 * (len(PROMPTS[0]) - 1), "the turn's token was not read"
+    counted = computed_tokens(made, monkeypatch)
+    found = go_on(made, finished)
+    assert counted == [3 * (2 + len(CONTEXT))]
+    assert made._kept.places == 0
+    for key, completion in found.items():
+        assert completion.loss_mask.tolist() == [True, False, False, False] + [True] * 8
+        assert completion.token_ids[0] == finished[key].token_ids[0]
+    assert_parity(made, found.values())
+
+
+def test_rows_that_were_dropped_are_computed_anew_and_sample_the_same(way):
+    kept = engine(kept_tokens=100)
+    found = go_on(kept, first_turns(kept))
+    none = engine(kept_tokens=0)
+    anew = go_on(none, first_turns(none))
+    some = engine(kept_tokens=2 * (len(PROMPTS[0]) - 1))
+    turns = first_turns(some)
+    assert [key[2] for key in some._kept._rows] == [1, 2], "the oldest was dropped"
+    mixed = go_on(some, turns)
+    for others in (anew, mixed):
+        for key, completion in found.items():
+            assert torch.equal(completion.token_ids, others[key].token_ids)
+            assert_close(completion.generator_logprobs, others[key].generator_logprobs)
+
+
+def test_a_row_that_ended_before_its_chunk_did_keeps_what_it_had_read(way):
+    """Ended rows go on computing until they are taken out, and must not spoil what is kept."""
+    stops = SamplingParams(20, stop_token_ids=tuple(range(0, 31, 4)), n=6, seed=3)
+
+    def played(chunk):
+        made = engine(kept_tokens=1000)
+        made.submit(7, PROMPTS[0], stops)
+        finished = drain(made, chunk)
+        found = go_on(made, {k: c for k, c in finished.items() if c.finish_reason == "stop"})
+        return made, found
+
+    made, found = played(chunk=12)
+    _, others = played(chunk=1)
+    assert len({c.loss_mask.long().argmin().item() for c in found.values()}) > 2
+    for key, completion in found.items():
+        assert torch.equal(completion.token_ids, others[key].token_ids)
+    assert_parity(made, found.values())
+
+
+def test_a_turn_behind_a_restart_reads_what_follows_it_alone(way):
+    made = engine(kept_tokens=100)
+    finished = first_turns(made, count=1)
+    (completion,) = finished.values()
+    partial = behind(completion, CONTEXT, SamplingParams(20))
+    restarts = torch.tensor([False, True, False, False])
+    made.release(0, 7, 0)
+    made.submit_partial(dataclasses.replace(partial, restarts=restarts))
+    made.step(4)
+    # Also in another engine, in the middle of the turn.
+    (moved,) = made.export_partials()
+    other = engine(kept_tokens=100)
+    other.submit_partial(moved)
+    found = [*drain(made).values(), *drain(other).values()]
+    assert torch.equal(found[0].token_ids, found[1].token_ids)
+    for one in found:
+        assert one.token_ids.numel() == 20 and one.restarts.nonzero().tolist() == [[1]]
+        fields = ("token_ids", "generator_logprobs", "policy_versions", "loss_mask", "restarts")
+        behind_it = {name: getattr(one, name)[4:] for name in fields}
+        alone = dataclasses.replace(one, prompt_ids=one.token_ids[1:4], **behind_it)
+        assert_parity(made, [alone])
+
+
+def test_new_weights_that_recompute_drop_what_is_kept(way):
+    made = engine(kept_tokens=100)
+    finished = first_turns(made)
+    made.weights_changed(1)
+    assert made._kept.places
+    made.weights_changed(2, recompute_kv=True)
+    assert not made._kept.places
+    for completion in go_on(made, finished).values():
+        assert completion.policy_versions.tolist() == [0, 0, 0, 0] + [2] * 8
+
+
+def test_a_context_longer_than_a_piece_is_prefilled_in_pieces_from_the_first_token(way):
+    made = engine(kept_tokens=100, prefill_chunk=4)
+    finished = first_turns(made, count=1)
+    long = [3, 11, 4, 8, 9, 10]
+    for completion in finished.values():
+        made.submit_partial(behind(completion, long, SamplingParams(12)))
+    assert_parity(made, drain(made).values())
+
+
+def test_what_is_aborted_or_released_keeps_nothing():
+    made = engine(kept_tokens=100)
+    first_turns(made)
+    made.release(0, 7, 1)
+    assert [key[2] for key in made._kept._rows] == [0, 2]
+    made.abort(7)
+    assert not made._kept.places
+
+
+def test_a_stop_string_of_the_context_or_of_an_earlier_turn_ends_no_later_turn():
+    def decode(ids):
+        return "".join(chr(97 + i) for i in ids)
+
+    made = engine(kept_tokens=100, decode=decode)
+    # Whatever is sampled first is a stop string, and so is the context.
+    stops = tuple(decode([i]) for i in range(31))
+    made.submit(7, PROMPTS[0], SamplingParams(30, stop_strings=stops))
+    (completion,) = drain(made).values()
+    assert completion.finish_reason == "stop" and completion.token_ids.numel() == 1
+    said = decode(completion.token_ids.tolist())
+    params = SamplingParams(12, stop_strings=(said + decode(CONTEXT), decode(CONTEXT)))
+    made.submit_partial(behind(completion, CONTEXT, params))
+    (found,) = drain(made).values()
+    assert found.token_ids.numel() == 12 and found.finish_reason == "length"
+
+
+@pytest.mark.parametrize("is_sampled", [True, False])
+def test_a_stop_token_ends_a_turn_only_where_it_was_sampled(is_sampled):
+    made = engine(kept_tokens=0)
+    mask = torch.tensor([True, is_sampled])
+    partial = partial_of([4, 2], SamplingParams(5, stop_token_ids=(2,)), loss_mask=mask)
+    if is_sampled:
+        with pytest.raises(ValueError, match="cannot go on"):
+            made.submit_partial(partial)
+    else:
+        made.submit_partial(partial)
+        (found,) = drain(made).values()
+        assert found.token_ids.numel() > 2
 
 
 # --- A real model ---

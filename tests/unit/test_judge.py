@@ -58,19 +58,29 @@ def judged(judge, items):
     return [outcomes[key] for key in range(len(items))]
 
 
-def outcomes_of(reply, items, **options):
+def asked(reply, items, **options):
+    """The outcomes of one batch, and the server that was asked."""
     with JudgeServer(reply) as server, started(server, **options) as judge:
-        return judged(judge, items)
+        return judged(judge, items), server
+
+
+def asked_once(reply, **options):
+    """The outcome of one completion, and the server that was asked."""
+    (outcome,), server = asked(reply, [("p", "c", {})], **options)
+    return outcome, server
+
+
+def values_of(outcomes):
+    return [outcome.value for outcome in outcomes]
 
 
 # --- What it is asked, and what that becomes ---
 
 
 def test_a_number_becomes_a_reward_from_0_to_1():
-    with JudgeServer(lambda q: f"Fine. Score: {len(between(q, 'answer'))}") as server:
-        with started(server) as judge:
-            outcomes = judged(judge, [("Why?", "c" * size, {}) for size in (1, 4, 10)])
-    assert [outcome.value for outcome in outcomes] == pytest.approx([0.0, 3 / 9, 1.0])
+    items = [("Why?", "c" * size, {}) for size in (1, 4, 10)]
+    outcomes, server = asked(lambda q: f"Fine. Score: {len(between(q, 'answer'))}", items)
+    assert values_of(outcomes) == pytest.approx([0.0, 3 / 9, 1.0])
     body = min(server.bodies, key=lambda body: len(body["messages"][0]["content"]))
     assert body["model"] == "wise" and body["temperature"] == 0.0 and body["max_tokens"] == 1024
     assert between(server.questions[0], "request") == "Why?"
@@ -81,9 +91,9 @@ def test_a_number_becomes_a_reward_from_0_to_1():
 def test_a_template_of_ones_own_is_filled_once(tmp_path):
     template = tmp_path / "template"
     template.write_text("{answer}|{prompt}|{completion}|{lowest}|{highest}|{other}")
-    with JudgeServer(lambda q: "5") as server:
-        with started(server, template=str(template), lowest=0, highest=5) as judge:
-            (outcome,) = judged(judge, [("{completion}", "{prompt}", {"answer": "{a}"})])
+    item = ("{completion}", "{prompt}", {"answer": "{a}"})
+    options = {"template": str(template), "lowest": 0, "highest": 5}
+    (outcome,), server = asked(lambda q: "5", [item], **options)
     assert server.questions == ["{a}|{completion}|{prompt}|0|5|{other}"]
     assert outcome == Outcome("score", 1.0, "")
 
@@ -100,10 +110,9 @@ def test_a_template_without_what_is_judged_is_refused(ask, template, what, tmp_p
 
 def test_a_group_is_compared_pair_by_pair_in_both_orders():
     items = [("p", text, {"answer": "x"}) for text in ("aa", "a", "aaa", "bb")]
-    with JudgeServer(longer) as server, started(server, ask="group") as judge:
-        outcomes = judged(judge, items)
+    outcomes, server = asked(longer, items, ask="group")
     # "aa" loses to "aaa", ties with "bb", beats "a"
-    assert [outcome.value for outcome in outcomes] == pytest.approx([1.5 / 3, 0.0, 1.0, 1.5 / 3])
+    assert values_of(outcomes) == pytest.approx([1.5 / 3, 0.0, 1.0, 1.5 / 3])
     orders = {(between(q, "answer_a"), between(q, "answer_b")) for q in server.questions}
     texts = [text for _, text, _ in items]
     assert orders == set(permutations(texts, 2))
@@ -113,61 +122,55 @@ def test_a_group_is_compared_pair_by_pair_in_both_orders():
 def test_who_prefers_a_place_has_no_preference(caplog):
     caplog.set_level(logging.INFO)
     items = [("p", text, {}) for text in ("a", "b", "c")]
-    outcomes = outcomes_of(lambda q: "Verdict: A", items, ask="group")
-    assert [outcome.value for outcome in outcomes] == [0.5, 0.5, 0.5]
+    outcomes, _ = asked(lambda q: "Verdict: A", items, ask="group")
+    assert values_of(outcomes) == [0.5, 0.5, 0.5]
     assert "3 order_ties, 3 pairs, 7 requests" in caplog.text
 
 
 def test_only_completions_of_one_prompt_are_compared_and_equal_ones_are_not_asked_about():
     items = [("p", "a", {}), ("q", "bb", {}), ("p", "a", {}), ("q", "b", {}), ("r", "a", {})]
-    with JudgeServer(longer) as server, started(server, ask="group") as judge:
-        outcomes = judged(judge, items)
-    assert [outcome.value for outcome in outcomes[:4]] == [0.5, 1.0, 0.5, 0.0]
+    outcomes, server = asked(longer, items, ask="group")
+    assert values_of(outcomes[:4]) == [0.5, 1.0, 0.5, 0.0]
     assert outcomes[4].kind == "abstain" and "no other completion" in outcomes[4].reason
     assert len(server.questions) == 2
 
 
 def test_a_completion_is_compared_with_the_prompts_own_answer():
     items = [("p", text, {"answer": "four"}) for text in ("five5", "six", "four", "nine")]
-    outcomes = outcomes_of(longer, [*items, ("p", "x", {})], ask="reference")
-    assert [outcome.value for outcome in outcomes[:4]] == [1.0, 0.0, 0.5, 0.5]
+    outcomes, _ = asked(longer, [*items, ("p", "x", {})], ask="reference")
+    assert values_of(outcomes[:4]) == [1.0, 0.0, 0.5, 0.5]
     assert outcomes[4].kind == "error" and "set task.answer_key" in outcomes[4].reason
 
 
 @pytest.mark.parametrize(
-    "reply, number",
+    "read, reply, found",
     [
-        ("Score: 7", 7),
-        ("It has 3 faults.\n**Score:** 4/10", 4),
-        ("Score: 3. No, wait.\nscore = **6.5**", 6.5),
-        ("8/10.", 8),
-        ("I would say 7 of 10", None),
-        ("Score: 7.5-8", None),
-        ("Score: 7.25 - 9.5", None),
-        ("Score: 7.", 7),
+        (number_in, "Score: 7", 7),
+        (number_in, "It has 3 faults.\n**Score:** 4/10", 4),
+        (number_in, "Score: 3. No, wait.\nscore = **6.5**", 6.5),
+        (number_in, "8/10.", 8),
+        (number_in, "I would say 7 of 10", None),
+        (number_in, "Score: 7.5-8", None),
+        (number_in, "Score: 7.25 - 9.5", None),
+        (number_in, "Score: 7.", 7),
+        (choice_in, "Verdict: A", "a"),
+        (choice_in, "A is worse.\n**Verdict:** B.\n", "b"),
+        (choice_in, "Verdict: A\nOn second thought:\nverdict: tie", "tie"),
+        (choice_in, "so [[B]]", "b"),
+        (choice_in, "**A**", "a"),
+        (choice_in, "Verdict: A is as good as B", None),
+        (choice_in, "Verdict: a", None),
     ],
 )
-def test_only_a_number_that_is_said_to_be_the_score_is_one(reply, number):
-    assert number_in(reply) == number
-
-
-@pytest.mark.parametrize(
-    "reply, choice",
-    [
-        ("Verdict: A", "a"),
-        ("A is worse.\n**Verdict:** B.\n", "b"),
-        ("Verdict: A\nOn second thought:\nverdict: tie", "tie"),
-        ("so [[B]]", "b"),
-        ("**A**", "a"),
-        ("Verdict: A is as good as B", None),
-        ("Verdict: a", None),
-    ],
-)
-def test_only_what_is_said_to_be_the_verdict_is_one(reply, choice):
-    assert choice_in(reply) == choice
+def test_only_what_is_said_to_be_the_score_or_the_verdict_is_one(read, reply, found):
+    assert read(reply) == found
 
 
 # --- What fails ---
+
+BUSY = Reply(status=503, body=b"busy")
+REDIRECT = Reply(status=307, headers={"Location": "http://10.0.0.1/"})
+WAIT = Reply(status=429, headers={"Retry-After": "3600"}, body=b"")
 
 
 @pytest.mark.parametrize(
@@ -182,37 +185,30 @@ def test_only_what_is_said_to_be_the_verdict_is_one(reply, choice):
         (Reply(text="Score: 1", finish_reason="length"), "raise reward.max_tokens"),
         (Reply(body=b"x" * (1 << 21)), "the reply is longer than 1048576 bytes"),
         (Reply(status=400, body=b"no such\nmodel"), "judge refused: HTTP 400: no such model"),
-        (
-            Reply(status=307, headers={"Location": "http://10.0.0.1/"}),
-            "a redirect to http://10.0.0.1/, which is not followed",
-        ),
-        (
-            Reply(status=429, headers={"Retry-After": "3600"}, body=b""),
-            "it asks to wait more than 300 s",
-        ),
+        (REDIRECT, "a redirect to http://10.0.0.1/, which is not followed"),
+        (WAIT, "it asks to wait more than 300 s"),
     ],
 )
 def test_what_will_not_pass_is_an_error_at_once(reply, reason):
-    with JudgeServer(lambda q: reply) as server, started(server) as judge:
-        (outcome,) = judged(judge, [("p", "c", {})])
+    outcome, server = asked_once(lambda q: reply)
     assert outcome.kind == "error" and outcome.value != outcome.value
     assert reason in outcome.reason
     assert len(server.questions) == 1
 
 
-@pytest.mark.parametrize("status", [408, 503])
-def test_what_may_pass_is_asked_again(status):
-    replies = [Reply(status=status, body=b"busy"), Reply(status=status, body=b"busy"), "Score: 10"]
-    with JudgeServer(lambda q: replies.pop(0)) as server, started(server) as judge:
-        (outcome,) = judged(judge, [("p", "c", {})])
+@pytest.mark.parametrize("busy", [Reply(status=408, body=b"busy"), BUSY])
+def test_what_may_pass_is_asked_again(busy):
+    replies = [busy, busy, "Score: 10"]
+    outcome, server = asked_once(lambda q: replies.pop(0))
     assert outcome == Outcome("score", 1.0, "") and len(server.questions) == 3
 
 
-def test_after_the_last_retry_it_is_an_error():
-    with JudgeServer(lambda q: Reply(status=503, body=b"busy")) as server:
-        with started(server, max_retries=2) as judge:
-            (outcome,) = judged(judge, [("p", "c", {})])
-    assert outcome.kind == "error" and "judge refused: HTTP 503: busy" in outcome.reason
+@pytest.mark.parametrize(
+    "reply, reason", [(BUSY, "judge refused: HTTP 503: busy"), (HANG_UP, "judge down: ")]
+)
+def test_after_the_last_retry_it_is_an_error(reply, reason):
+    outcome, server = asked_once(lambda q: reply, max_retries=2)
+    assert outcome.kind == "error" and outcome.reason.startswith(reason)
     assert len(server.questions) == 3
 
 
@@ -226,7 +222,7 @@ def test_a_server_that_asks_to_wait_is_given_its_time(monkeypatch):
 
     monkeypatch.setattr(endpoint_module.Endpoint, "_pause_s", at_once)
     replies = [Reply(status=429, headers={"Retry-After": "7"}, body=b""), "Score: 10"]
-    (outcome,) = outcomes_of(lambda q: replies.pop(0), [("p", "c", {})])
+    outcome, _ = asked_once(lambda q: replies.pop(0))
     assert outcome.value == 1.0 and len(pauses) == 1 and pauses[0] >= 7.0
 
 
@@ -262,8 +258,7 @@ def test_a_slow_judge_costs_its_own_completion_alone():
         return NO_REPLY if between(question, "answer") == "slow" else "Score: 10"
 
     items = [("p", text, {}) for text in ("fast", "slow", "also fast")]
-    with JudgeServer(reply) as server, started(server, timeout_s=2.0) as judge:
-        outcomes = judged(judge, items)
+    outcomes, server = asked(reply, items, timeout_s=2.0)
     assert len(server.questions) == 3  # it is not asked again
     assert [outcome.kind for outcome in outcomes] == ["score", "error", "score"]
     assert outcomes[1].reason == "judge slow: no reply in reward.timeout_s=2"
@@ -289,9 +284,8 @@ def test_all_tries_of_a_question_have_one_deadline(monkeypatch):
 
 
 def test_half_a_surrogate_pair_is_asked_about_as_a_question_mark():
-    with JudgeServer(lambda q: "Score: 10") as server:
-        with started(server, ask="reference") as judge:
-            (outcome,) = judged(judge, [("p", "c", {"answer": "\ud800"})])
+    items = [("p", "c", {"answer": "\ud800"})]
+    (outcome,), server = asked(lambda q: "Score: 10", items, ask="reference")
     assert outcome.kind == "error"  # "Score: 10" is no verdict
     for question in server.questions:
         assert {between(question, f"answer_{place}") for place in "ab"} == {"c", "?"}
@@ -300,13 +294,9 @@ def test_half_a_surrogate_pair_is_asked_about_as_a_question_mark():
 def test_no_reply_of_a_judge_raises_anything_but_that_it_failed():
     endpoint = endpoint_module.Endpoint(judge_settings(), "reward")
     texts = st.text(st.characters(exclude_categories=()), max_size=40)
-    parts = st.sampled_from(
-        ["Score: ", "Verdict:", "[[A", "9" * 400, " " * 500, "7/10", "[" * 2000]
-    )
-    said = st.lists(texts | parts, max_size=4).map("".join)
-    message = st.builds(
-        lambda text: json.dumps({"choices": [{"message": {"content": text}}]}), said
-    )
+    parts = ["Score: ", "Verdict:", "[[A", "9" * 400, " " * 500, "7/10", "[" * 2000]
+    said = st.lists(texts | st.sampled_from(parts), max_size=4).map("".join)
+    message = said.map(lambda text: json.dumps({"choices": [{"message": {"content": text}}]}))
 
     @settings(max_examples=150)
     @given(message | said)
@@ -330,16 +320,9 @@ def test_a_failed_pair_masks_both_of_it_and_nobody_else():
         return "who knows" if both == {"a", "bb"} else longer(question)
 
     items = [("p", text, {}) for text in ("a", "bb", "ccc")]
-    outcomes = outcomes_of(reply, items, ask="group")
+    outcomes, _ = asked(reply, items, ask="group")
     assert [outcome.kind for outcome in outcomes] == ["error", "error", "score"]
     assert "judge nonsense" in outcomes[0].reason and outcomes[2].value == 1.0
-
-
-def test_a_judge_that_goes_down_is_named():
-    with JudgeServer(lambda q: HANG_UP) as server, started(server, max_retries=1) as judge:
-        (outcome,) = judged(judge, [("p", "c", {})])
-    assert outcome.kind == "error" and outcome.reason.startswith("judge down: ")
-    assert len(server.questions) == 2
 
 
 def test_no_more_than_max_parallel_requests_are_under_way():
@@ -347,8 +330,7 @@ def test_no_more_than_max_parallel_requests_are_under_way():
         time.sleep(0.02)
         return "Score: 10"
 
-    with JudgeServer(reply) as server, started(server, max_parallel=3) as judge:
-        outcomes = judged(judge, [("p", str(i), {}) for i in range(30)])
+    outcomes, server = asked(reply, [("p", str(i), {}) for i in range(30)], max_parallel=3)
     assert {outcome.value for outcome in outcomes} == {1.0}
     assert server.most_at_once <= 3
 
@@ -413,8 +395,8 @@ def test_without_a_name_no_key_is_sent_whatever_the_environment_holds(monkeypatc
     for name in ("OPENAI_API_KEY", "http_proxy", "HTTP_PROXY", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     monkeypatch.setenv("no_proxy", "")
-    with JudgeServer(lambda q: "Score: 10") as server, started(server) as judge:
-        assert judged(judge, [("p", "c", {})]) == [Outcome("score", 1.0, "")]
+    outcome, server = asked_once(lambda q: "Score: 10")
+    assert outcome == Outcome("score", 1.0, "")
     assert all("Authorization" not in headers for headers in server.headers)
 
 
@@ -430,9 +412,8 @@ def test_a_key_that_is_missing_or_fits_no_header_is_refused_unseen(monkeypatch, 
 
 def test_a_key_that_travels_unencrypted_to_another_host_is_warned_of(monkeypatch, caplog):
     monkeypatch.setenv("MY_KEY", KEY)
-    for url in ("http://127.0.0.1:1/v1", "http://localhost:1/v1", "https://judge.example/v1"):
+    urls = ["http://127.0.0.1:1/v1", "http://localhost:1/v1", "https://judge.example/v1"]
+    for url in (*urls, "http://judge.example/v1"):
+        assert not caplog.records
         endpoint_module.Endpoint(judge_settings(url, api_key_env="MY_KEY"), "reward")
-    assert not caplog.records
-    url = "http://judge.example/v1"
-    endpoint_module.Endpoint(judge_settings(url, api_key_env="MY_KEY"), "reward")
     assert "the key travels unencrypted" in caplog.text and KEY not in caplog.text
