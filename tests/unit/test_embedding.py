@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
+from transformers import AutoModel, AutoTokenizer
 
 from llamarl.models.config import tiny_directory
 from llamarl.scoring.embedding import (
@@ -17,6 +17,7 @@ from llamarl.scoring.embedding import (
     load_embedder,
     mean_pairwise_distance,
 )
+from tests.scorers import write_encoder
 
 CPU = torch.device("cpu")
 TEXTS = ["12+34=46", "7", "", "1+1=2 1+1=2 1+1=2", "99+1=100"]
@@ -48,7 +49,7 @@ def of_transformers(directory, texts, **how):
     model = AutoModel.from_pretrained(directory, dtype=torch.float32).eval()
     means = []
     for text in texts:
-        ids = tokenizer(text, **how)["input_ids"] or [how.get("otherwise", tokenizer.eos_token_id)]
+        ids = tokenizer(text, **how)["input_ids"] or [tokenizer.eos_token_id]
         with torch.no_grad():
             means.append(model(torch.tensor([ids])).last_hidden_state[0].mean(0))
     return torch.stack(means)
@@ -63,29 +64,15 @@ def test_the_policy_embeds_as_transformers_means_its_hidden_states(budget):
     assert not torch.allclose(vectors[0], vectors[4], atol=1e-2)
 
 
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory):
-    """A small BERT with random weights, and a tokenizer."""
-    directory = tmp_path_factory.mktemp("encoder")
-    tokenizer = AutoTokenizer.from_pretrained(tiny_directory())
-    tokenizer.save_pretrained(directory)
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = BertConfig(vocab_size=len(tokenizer), intermediate_size=32, **sizes)
-    BertModel(config).save_pretrained(directory)
-    return directory
-
-
-def test_an_encoder_embeds_without_what_texts_are_padded_with(encoder):
-    made = EmbedderSettings(str(encoder), False, "float32", 1000)
+def test_an_encoder_embeds_without_what_texts_are_padded_with(tmp_path):
+    write_encoder(tmp_path)
+    made = EmbedderSettings(str(tmp_path), False, "float32", 1000)
     texts = [text for text in TEXTS if text]
     vectors = load_embedder(made, CPU).embed(texts)
-    expected = of_transformers(encoder, texts)
-    assert torch.allclose(vectors, expected, atol=1e-5)
+    assert torch.allclose(vectors, of_transformers(tmp_path, texts), atol=1e-5)
 
 
-def test_an_encoder_is_refused_without_safetensors_or_a_known_config(encoder, tmp_path):
-    check_sentence_encoder(str(encoder))
+def test_an_encoder_is_refused_without_safetensors_or_a_known_config(tmp_path):
     with pytest.raises(ValueError, match=r"no model\.safetensors"):
         check_sentence_encoder(str(tmp_path))
     (tmp_path / "model.safetensors").touch()

@@ -24,9 +24,15 @@ from llamarl.evaluation.win_rate import (
     wins,
 )
 from llamarl.executor import Executor, ExecutorGroup
+from llamarl.launch.checks import check_inputs
+from llamarl.models.config import tiny_directory
 from llamarl.tasks.parts import APART, EvalSet
 from llamarl.types import Outcome
+from tests.build.model_directory import copy_tiny
 from tests.evaluated import Said, evaluated, own_set
+from tests.random_models import swap_tokens
+from tests.scorers import write_scorer
+from tests.unit.refusals import complaint, job, refusal
 
 
 @given(st.lists(st.sampled_from([0.0, 0.25, 1.0, -1.0]), min_size=1, max_size=7), st.data())
@@ -52,14 +58,12 @@ class Book:
         self.finished = []
 
     def add(self, prompt, sample, outcome, *, length=2, version=3, text=""):
-        """Sample 0 is the greedy one, and 1 .. k are those sampled."""
-        tokens = (0,) * length
-        answer = evaluated(
-            text, prompt=prompt, sample=sample, tokens=tokens, version=version, outcome=outcome
-        )
+        """outcome: or the score. Sample 0 is the greedy one, and 1 .. k are those sampled."""
+        options = {"tokens": (0,) * length, "version": version}
+        options["outcome"] = outcome if isinstance(outcome, Outcome) else Outcome.score(outcome)
+        answer = evaluated(text, prompt=prompt, sample=sample, **options)
         evaluation = self._evaluations.add(answer)
-        if evaluation is not None:
-            self.finished.append(evaluation)
+        self.finished += [] if evaluation is None else [evaluation]
 
     def metrics(self):
         """The metrics of the one evaluation that has finished."""
@@ -67,23 +71,13 @@ class Book:
         return evaluation.metrics
 
 
-def scored(value):
-    return Outcome("score", value, "")
-
-
 def test_a_version_is_whole_with_every_sample_of_every_prompt():
     book = Book(own_set(2), num_samples=2)
-    answers = {
-        (0, 0): scored(1.0),
-        (0, 1): scored(0.0),
-        (0, 2): scored(1.0),
-        (1, 0): scored(0.0),
-        (1, 1): Outcome("error", math.nan, "x"),
-    }
+    answers = {(0, 0): 1.0, (0, 1): 0.0, (0, 2): 1.0, (1, 0): 0.0, (1, 1): Outcome.error("x")}
     for (prompt, sample), outcome in answers.items():
         book.add(prompt, sample, outcome, length=4 if sample else 2)
     assert book.finished == []
-    book.add(1, 2, scored(0.0))
+    book.add(1, 2, 0.0)
     assert [evaluation.version for evaluation in book.finished] == [3]
     assert book.metrics() == {
         "eval/reward": 0.5,
@@ -98,11 +92,11 @@ def test_a_version_is_whole_with_every_sample_of_every_prompt():
 def test_answers_of_a_version_are_in_order_and_the_newest_of_those_asked_twice():
     book = Book(own_set(2), num_samples=2)
     for prompt, sample in ((1, 1), (0, 2), (1, 0), (0, 0), (0, 1)):
-        book.add(prompt, sample, scored(0.0), text=f"old {prompt} {sample}")
-    book.add(1, 2, scored(0.0), text="another version's", version=4)
+        book.add(prompt, sample, 0.0, text=f"old {prompt} {sample}")
+    book.add(1, 2, 0.0, text="another version's", version=4)
     again = Outcome.error("it broke")
     book.add(1, 1, again, text="new")
-    book.add(1, 2, scored(0.0), text="last")
+    book.add(1, 2, 0.0, text="last")
     (evaluation,) = book.finished
     (answers,) = evaluation.answers.values()
     texts = [answer.item.text for answer in answers]
@@ -110,18 +104,14 @@ def test_answers_of_a_version_are_in_order_and_the_newest_of_those_asked_twice()
     assert answers[4].outcome == again
 
 
-def error(reason):
-    return Outcome.error(reason)
-
-
 def test_what_has_no_score_is_in_no_mean_and_is_counted():
     book = Book(own_set(4), num_samples=1)
-    greedy = [scored(-3.0), error("KeyError: 'a'"), Outcome.abstain("why"), error("KeyError: 'a'")]
+    broken = Outcome.error("KeyError: 'a'")
+    greedy = [-3.0, broken, Outcome.abstain("why"), broken]
     for prompt, outcome in enumerate(greedy):
         book.add(prompt, 0, outcome)
-        book.add(prompt, 1, scored(-1.0) if prompt == 2 else error("x"))
-    values = book.metrics()
-    assert values == {
+        book.add(prompt, 1, -1.0 if prompt == 2 else Outcome.error("x"))
+    assert book.metrics() == {
         "eval/reward": -3.0,  # of the one that has a score; a 0 for an error would beat it
         "eval/errors": 5,
         "eval/length_mean": 2.0,
@@ -134,54 +124,44 @@ def test_what_has_no_score_is_in_no_mean_and_is_counted():
 
 def test_an_evaluation_of_errors_alone_has_no_mean():
     book = Book(own_set(2), num_samples=1, success_above=0.5)
-    for prompt in range(2):
-        for sample in range(2):
-            book.add(prompt, sample, error("ModuleNotFoundError: No module named 'x'"))
-    values = book.metrics()
-    assert values == {
-        "eval/errors": 4,
-        "eval/length_mean": 2.0,
-        "eval/left_out": 2,
-        "eval/left_out_reason": "ModuleNotFoundError: No module named 'x'",
-    }
+    for prompt, sample in itertools.product(range(2), range(2)):
+        book.add(prompt, sample, Outcome.error("no module x"))
+    reason = {"eval/left_out": 2, "eval/left_out_reason": "no module x"}
+    assert book.metrics() == {"eval/errors": 4, "eval/length_mean": 2.0} | reason
 
 
-@pytest.mark.parametrize("score", [0.5])
-def test_the_mean_of_scores_other_than_0_and_1_is_no_accuracy_and_stays_none(score):
+def test_the_mean_of_scores_other_than_0_and_1_is_no_accuracy_and_stays_none():
     book = Book(own_set(2))
     rows = []
-    for version, scores in enumerate([(0.0, 1.0), (score, 1.0), (0.0, 0.0)]):
+    for version, scores in enumerate([(0.0, 1.0), (0.5, 1.0), (0.0, 0.0)]):
         for prompt, value in enumerate(scores):
-            book.add(prompt, 0, scored(value), version=version)
+            book.add(prompt, 0, value, version=version)
         values = book.finished[-1].metrics
         rows.append((values["eval/reward"], values.get("eval/accuracy")))
-    assert rows == [(0.5, 0.5), ((score + 1) / 2, None), (0.0, None)]
+    assert rows == [(0.5, 0.5), (0.75, None), (0.0, None)]
 
 
 @pytest.mark.parametrize("num_samples, success", [(0, 1.0), (2, 0.25)])
 def test_a_success_is_a_score_above_the_threshold_without_what_novelty_adds(num_samples, success):
     """Of the sampled ones where there are any."""
     book = Book(own_set(2), num_samples=num_samples, success_above=0.5)
-    sampled = [scored(0.6), scored(0.5), Outcome("score", 2.0, "", success=0.5)]
-    sampled.append(Outcome("error", math.nan, "x"))
+    sampled = [0.6, 0.5, Outcome("score", 2.0, "", success=0.5), Outcome.error("x")]
     for prompt in range(2):
         book.add(prompt, 0, Outcome("score", 0.2, "", success=0.9))
         for sample in range(num_samples):
             book.add(prompt, 1 + sample, sampled[2 * prompt + sample])
-    values = book.metrics()
-    assert values["eval/success"] == success
+    assert book.metrics()["eval/success"] == success
 
 
 def test_each_set_has_figures_of_its_own_once_all_are_whole():
     sets = (EvalSet("", 0, 1), EvalSet("a", APART, 2), EvalSet("b", 2 * APART, 1))
     book = Book(sets, num_samples=1)
-    values = {0: 1.0, APART: 0.0, APART + 1: 1.0}
-    for number, value in values.items():
-        book.add(number, 0, scored(value), length=2)
-        book.add(number, 1, scored(1.0))
+    for number, value in {0: 1.0, APART: 0.0, APART + 1: 1.0}.items():
+        book.add(number, 0, value)
+        book.add(number, 1, 1.0)
     assert book.finished == []  # b lacks all of its own
-    book.add(2 * APART, 0, scored(-2.5), length=6)
-    book.add(2 * APART, 1, error("x"))
+    book.add(2 * APART, 0, -2.5, length=6)
+    book.add(2 * APART, 1, Outcome.error("x"))
     assert book.metrics() == {
         "eval/reward": 1.0,
         "eval/accuracy": 1.0,
@@ -262,14 +242,7 @@ def test_several_evaluations_are_each_reported_once_in_their_order():
     assert reports(judges, 3) == [[], [], [(4, {"eval/a": 4.0, "eval/b": 4.0})]]
 
 
-def test_without_judges_its_scores_are_all_that_is_said():
-    judges = Judges([])
-    judges.begin(evaluation_of(0, reward=1.0))
-    assert not judges.is_computing
-    assert judges.poll() == [(0, {"reward": 1.0})]
-
-
-def test_nothing_is_computed_where_nothing_was_begun():
+def test_nothing_is_computed_where_nothing_was_begun_or_nobody_judges():
     judge = Slow("eval/a")
     judges = Judges([judge])
     assert judge.is_computing and not judges.is_computing and judges.poll() == []
@@ -277,43 +250,29 @@ def test_nothing_is_computed_where_nothing_was_begun():
     assert judges.is_computing
     judges.poll()
     assert not judges.is_computing
+    nobody = Judges([])
+    nobody.begin(evaluation_of(0, reward=1.0))
+    assert not nobody.is_computing and nobody.poll() == [(0, {"reward": 1.0})]
 
 
-@pytest.mark.parametrize("counts", [(1, 4, 2)])
-def test_spans_are_those_of_sets_one_after_another(counts):
-    sets = [EvalSet(str(i), i * APART, count) for i, count in enumerate(counts)]
-    numbers = list(range(sum(counts)))
+def test_spans_are_those_of_sets_one_after_another():
+    sets = [EvalSet(str(i), i * APART, count) for i, count in enumerate((1, 4, 2))]
     spans = spans_of({one: range(one.count) for one in sets})
-    found = [numbers[spans[one]] for one in sets]
-    assert [len(own) for own in found] == list(counts) and sum(found, []) == numbers
+    assert [list(range(7))[spans[one]] for one in sets] == [[0], [1, 2, 3, 4], [5, 6]]
 
 
 def test_ranks_that_act_each_by_itself_share_no_calls():
-    class Mail:
-        def post(self, *message):
-            raise AssertionError(message)
-
-    class Two(Executor):
-        name = "reward"
-
-    two = Two()
-    group = ExecutorGroup("reward", (0, 1), 0, torch.device("cpu"))
-    two.attach(group, {}, {}, Mail(), None)
+    two, call = Executor(), CollectiveCall(run=lambda value: value)
+    two.attach(ExecutorGroup("reward", (0, 1), 0, torch.device("cpu")), {}, {}, None, None)
     with pytest.raises(AssertionError, match="share no calls"):
-        RankCalls(two, as_one=False).add("score", CollectiveCall(run=lambda value: value))
-    RankCalls(two, as_one=True).add("score", CollectiveCall(run=lambda value: value))
+        RankCalls(two, as_one=False).add("score", call)
+    RankCalls(two, as_one=True).add("score", call)
 
 
 # --- Win rates ---
 
 NAN = math.nan
 CONVERGED = 1e-6  # what an optimiser of another kind leaves
-
-
-def of(num_won, num_prompts):
-    values = np.zeros(num_prompts)
-    values[:num_won] = 1
-    return win_rate(values)
 
 
 def test_ties_count_half_and_what_has_no_score_is_in_no_figure():
@@ -331,28 +290,20 @@ def test_the_same_text_is_a_tie_though_its_scores_differ_by_rounding():
 
 
 @pytest.mark.parametrize(
-    "num_won, num_prompts, low, high", [(81, 263, 0.2553, 0.3662), (0, 20, 0, 0.1611)]
+    "num_won, num_prompts, low, high",
+    [(81, 263, 0.2553, 0.3662), (0, 20, 0, 0.1611), (20, 20, 1 - 0.1611, 1)],
 )
 def test_the_interval_is_wilsons_as_published(num_won, num_prompts, low, high):
     """Newcombe 1998, Interval estimation for the single proportion, table I, method 3."""
-    rate = of(num_won, num_prompts)
-    assert rate.share == num_won / num_prompts
-    assert rate.low == pytest.approx(low, abs=5e-5) and rate.high == pytest.approx(high, abs=5e-5)
-
-
-def test_a_certain_win_has_an_interval_too():
-    rate = of(20, 20)
-    assert rate.high == 1 and rate.low == pytest.approx(1 - 0.1611, abs=5e-5)
-
-
-def purely_long(num_prompts, shift):
-    """Answers that win exactly where they are longer, most of which they are."""
-    longer = np.random.default_rng(1).normal(shift, 10, num_prompts).round()
-    return (longer > 0) + 0.5 * (longer == 0), longer
+    rate = win_rate((np.arange(num_prompts) < num_won).astype(float))
+    assert rate.share == num_won / num_prompts and (rate.high == 1) == (num_won == num_prompts)
+    assert [rate.low, rate.high] == pytest.approx([low, high], abs=5e-5)
 
 
 def test_wins_that_are_purely_length_are_none_at_equal_lengths():
-    compared, longer = purely_long(500, 10)
+    """Answers win exactly where they are longer, most of which they are."""
+    longer = np.random.default_rng(1).normal(10, 10, 500).round()
+    compared = (longer > 0) + 0.5 * (longer == 0)
     assert win_rate(compared).low > 0.75
     controlled = length_controlled_interval(compared, longer, seed=0)
     assert controlled.low < 0.5 < controlled.high
@@ -368,9 +319,9 @@ def test_wins_that_have_nothing_to_do_with_length_stay():
 
 def test_lengths_and_quality_that_cannot_be_told_apart_give_no_number():
     compared = np.array([1.0, 1.0, 0.0])
-    assert length_controlled(compared, np.array([3.0, 4.0, 9.0])) is None  # all longer
-    assert length_controlled(compared, np.array([-3.0, -4.0, -9.0])) is None
-    assert length_controlled(compared, np.zeros(3)) is None
+    longer = np.array([3.0, 4.0, 9.0])
+    for lengths in (longer, -longer, np.zeros(3)):
+        assert length_controlled(compared, lengths) is None
     assert length_controlled(np.array([NAN]), np.array([1.0])) is None
     # What was not compared does not count: the shorter one has no score.
     assert length_controlled(np.array([1.0, 0.0, NAN]), np.array([3.0, 4.0, -1.0])) is None
@@ -427,3 +378,36 @@ def test_what_is_reported_of_answers_by_hand():
     assert "eval/perplexity" not in found  # that is another judge's
     alone = Judged(answers=[item("a", 2)], gold_N=np.array([1.0]))
     assert alone.metrics() == {"eval/gold": 1, "eval/gold_masked": 0}
+
+
+# --- Gold scorers and base models that cannot be used: told before anything starts, by key ---
+
+
+@pytest.mark.parametrize("key", ["eval.gold=module:function", f"eval.base={tiny_directory()}"])
+def test_what_would_judge_nothing_is_said(key):
+    said = complaint(key, "eval.every=0")
+    assert "nothing is evaluated; eval.every=10 eval.num_prompts=500, or eval." in said
+
+
+def test_a_gold_model_that_cannot_be_used_is_refused(tmp_path):
+    gold = f"eval.gold={tmp_path}/gold"
+    write_scorer(tmp_path / "gold", labels=("toxic", "fine"))
+    said = refusal(gold)
+    assert said.startswith("eval.gold_label=null: ") and "toxic, fine" in said
+    check_inputs(job(gold, "eval.gold_label=fine").inputs)
+    write_scorer(tmp_path / "gold", max_position_embeddings=20)
+    assert f"{gold}: its context is 20" in refusal(gold)
+
+
+def test_a_base_of_other_tokens_has_no_perplexity_of_the_policys(tmp_path):
+    base = copy_tiny(tmp_path / "base")
+    swap_tokens(base)
+    said = f"eval.base={base}: its vocabulary is not that of the policy"
+    assert said in refusal(f"eval.base={base}")
+
+
+def test_rows_without_a_text_under_the_key_are_named_and_may_have_none():
+    gold = "eval.gold=my_module:gold"
+    said = refusal(gold, "eval.reference_key=summary")
+    assert said.startswith("eval.reference_key=summary: held-out row 0 (") and "answer" in said
+    check_inputs(job(gold, "eval.reference_key=null").inputs)

@@ -96,33 +96,34 @@ def test_a_post_tells_the_facts_that_its_summary_states(seed):
 
 @given(SEEDS, FACTS)
 def test_only_the_posts_own_facts_said_once_are_worth_1(seed, stated):
-    post = make_post(random.Random(seed))
+    draw = random.Random(seed)
+    post = make_post(draw)
     found = gold(post.text, summary_of(stated), {})
     is_whole = sorted(stated) == sorted(facts_of(post.text))
     assert (found == 1) == is_whole
     assert found <= 1
-
-
-@given(SEEDS)
-def test_all_words_are_in_the_vocabulary(seed):
-    draw = random.Random(seed)
-    post = make_post(draw)
+    # All words are in the vocabulary, also those of the sloppy teacher.
     words = f"{post.text}{post.summary}{sloppy_summary(post, draw)}".split()
     assert set(words) <= set(vocabulary())
 
 
-def test_the_sloppy_teacher_leaves_room_above():
-    train, _ = facts_posts(0)
+@pytest.fixture(scope="module")
+def posts():
+    return facts_posts(0)
+
+
+def test_the_sloppy_teacher_leaves_room_above(posts):
+    train, _ = posts
     draw = random.Random(0)
-    summaries = [(post.text, sloppy_summary(post, draw), {}) for post in train[:2000]]
+    summaries = [(post.text, sloppy_summary(post, draw), {}) for post in train[:500]]
     mean = sum(gold(*one) for one in summaries) / len(summaries)
     assert 0.4 < mean < 0.65
     assert max(gold(*one) for one in summaries) == 1
 
 
-def test_posts_follow_from_the_seed_and_those_held_out_do_not():
-    train, held_out = facts_posts(3)
-    assert (train, held_out) == facts_posts(3)
+def test_posts_follow_from_the_seed_and_those_held_out_do_not(posts):
+    train, held_out = posts
+    assert posts == facts_posts(0)
     other_train, other_held_out = facts_posts(4)
     assert other_held_out == held_out and other_train[:100] != train[:100]
     texts = [post.text for post in train + held_out]

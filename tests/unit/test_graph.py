@@ -14,39 +14,32 @@ from executors.build import build_executors
 from executors.build_victim import build_victim
 from llamarl.comm.channel import Broadcast, Gather, Scatter
 from llamarl.comm.groups import World
-from llamarl.config.command_line import RED_TEAM, compose_config
+from llamarl.config.command_line import RED_TEAM, RL, compose_config
 from llamarl.ddma.channel import Weights
 from llamarl.executor import Executor, Inputs, Outputs, WeightsForm
 from llamarl.launch.graph import channels_between
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
 from llamarl.types import Completion, EvalCompletion, Group, Policy, Stretch
+from tests.build.completion import build_completion
+from tests.evaluated import evaluated
 
 
 class Station(Executor):
     """An executor that does nothing with the records that a test says."""
 
-    consumes = ()
-    produces = ()
-    offers = ()
+    consumes = produces = offers = ()
 
-    def __init__(
-        self, name, consumes=(), produces=(), offers=(), takes_by_rank=False, takes_all=False
-    ):
-        self.name = name
-        self.takes_all = takes_all
-        self.consumes = consumes
-        self.produces = produces
-        self.offers = offers
-        self.takes_by_rank = takes_by_rank
+    def __init__(self, name, consumes=(), produces=(), **more):
+        vars(self).update(name=name, consumes=consumes, produces=produces, **more)
 
 
-def generator(**changes):
-    return Station("generator", (Policy,), (Completion, EvalCompletion), **changes)
+def generator():
+    return Station("generator", (Policy,), (Completion, EvalCompletion))
 
 
-def reward(name="reward", **changes):
-    return Station(name, (Completion, EvalCompletion), (Group,), **changes)
+def reward(name="reward"):
+    return Station(name, (Completion, EvalCompletion), (Group,))
 
 
 def trainer():
@@ -64,45 +57,51 @@ def arrows(channels):
 
 def executors_of(*overrides, kind=None):
     """The executors of a command line, in flow order."""
-    config = compose_config(list(overrides), **({} if kind is None else {"kind": kind}))
+    config = compose_config(list(overrides), kind or RL)
     job = Job(config, World(0, 1, torch.device("cpu")), RunDirectory(Path(), None))
     made, reward, references, trainer = build_executors(config, job)
     victims = [build_victim(config, job)] if kind is not None else []
     return [made, *victims, reward, *references, trainer]
 
 
-def test_the_main_job_is_its_picture():
-    assert arrows(channels_between(executors_of())) == [
-        (Gather, "completions", "generator", "reward"),
-        (Gather, "evaluations", "generator", "reward"),
-        (Scatter, "groups", "reward", "trainer"),
-        (Weights, "policy", "trainer", "generator"),
-    ]
+FROM_GENERATOR = [
+    (Gather, "completions", "generator", "reward"),
+    (Gather, "evaluations", "generator", "reward"),
+]
+TO_GENERATOR = (Weights, "policy", "trainer", "generator")
+RESETTING = ("reference=reset", "loss.kl_coef=0.1", "model.dtype=bfloat16")
+PICTURES = [
+    ((), None, [*FROM_GENERATOR, (Scatter, "groups", "reward", "trainer"), TO_GENERATOR]),
+    (
+        RESETTING,
+        None,
+        [
+            *FROM_GENERATOR,
+            (Gather, "scored", "reward", "reference"),
+            (Scatter, "groups", "reference", "trainer"),
+            TO_GENERATOR,
+            (Weights, "reference_policy", "trainer", "reference"),
+        ],
+    ),
+    (
+        (),
+        RED_TEAM,
+        [
+            (Gather, "completions", "generator", "victim"),
+            (Gather, "evaluations", "generator", "victim"),
+            (Gather, "replied", "victim", "reward"),
+            (Gather, "eval_replied", "victim", "reward"),
+            (Gather, "scored", "reward", "reference"),
+            (Scatter, "groups", "reference", "trainer"),
+            TO_GENERATOR,
+        ],
+    ),
+]
 
 
-def test_a_reference_that_is_reset_is_between_reward_and_trainer_and_gets_weights():
-    resetting = executors_of("reference=reset", "loss.kl_coef=0.1", "model.dtype=bfloat16")
-    channels = channels_between(resetting)
-    assert arrows(channels) == [
-        (Gather, "completions", "generator", "reward"),
-        (Gather, "evaluations", "generator", "reward"),
-        (Gather, "scored", "reward", "reference"),
-        (Scatter, "groups", "reference", "trainer"),
-        (Weights, "policy", "trainer", "generator"),
-        (Weights, "reference_policy", "trainer", "reference"),
-    ]
-
-
-def test_a_victim_is_between_generator_and_reward():
-    assert arrows(channels_between(executors_of(kind=RED_TEAM))) == [
-        (Gather, "completions", "generator", "victim"),
-        (Gather, "evaluations", "generator", "victim"),
-        (Gather, "replied", "victim", "reward"),
-        (Gather, "eval_replied", "victim", "reward"),
-        (Gather, "scored", "reward", "reference"),
-        (Scatter, "groups", "reference", "trainer"),
-        (Weights, "policy", "trainer", "generator"),
-    ]
+@pytest.mark.parametrize("overrides, kind, picture", PICTURES, ids=["main", "reset", "victim"])
+def test_a_job_is_its_picture(overrides, kind, picture):
+    assert arrows(channels_between(executors_of(*overrides, kind=kind))) == picture
 
 
 def test_weights_travel_in_the_form_of_their_destination():
@@ -132,7 +131,9 @@ def test_what_is_offered_goes_to_everyone_who_consumes_it(names):
     for name in names:
         ahead = () if name == "does not" else (Stretch,)
         readers.append(Station(name, (Group, *ahead), (Group,)))
-    channels = channels_between([generator(offers=(Stretch,)), reward(), *readers, trainer()])
+    teller = generator()
+    teller.offers = (Stretch,)
+    channels = channels_between([teller, reward(), *readers, trainer()])
     told = [c.destination.name for c in channels if c.carries is Stretch]
     assert told == [name for name in names if name != "does not"]
 
@@ -142,10 +143,7 @@ def test_an_executor_whose_ranks_all_take_is_sent_every_record_at_each_of_them()
     channels = channels_between([generator(), reward(), mirror, trainer()])
     (to_mirror,) = [c for c in channels if c.destination is mirror]
     assert type(to_mirror) is Broadcast
-    sampled = Completion(
-        5, 0, *[torch.empty(0, dtype=torch.int64)] * 2, *[torch.empty(0)] * 2, "stop"
-    )
-    assert to_mirror.route(sampled, num_destinations=3) == [0, 1, 2]
+    assert to_mirror.route(build_completion(5), num_destinations=3) == [0, 1, 2]
 
 
 REFUSED = {
@@ -191,31 +189,21 @@ def test_all_that_does_not_fit_is_said_at_once():
 
 
 def test_an_end_is_found_by_its_record_and_never_guessed():
-    ours = object()
-    other = object()
-    third = object()
+    ours, other, third = (object() for _ in range(3))
     inputs = Inputs("reward", [(Completion, ours), (Stretch, other), (Stretch, third)])
     assert inputs.of(Completion) is ours and list(inputs) == [ours, other, third]
     assert inputs.all_of(Stretch) == [other, third] and inputs.all_of(Group) == []
-    with pytest.raises(ValueError, match="reward has 2 inputs that carry Stretch"):
-        inputs.of(Stretch)
-    with pytest.raises(ValueError, match="reward has 0 inputs .*Group.* it has Completion, Str"):
-        inputs.of(Group)
-    with pytest.raises(ValueError, match="trainer has 0 outputs .*Policy.* it has none"):
-        Outputs("trainer", []).of(Policy)
+    for ends, record, said in (
+        (inputs, Stretch, "reward has 2 inputs that carry Stretch"),
+        (inputs, Group, "reward has 0 inputs .*Group.* it has Completion, Str"),
+        (Outputs("trainer", []), Policy, "trainer has 0 outputs .*Policy.* it has none"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            ends.of(record)
 
 
 def test_what_is_of_no_ticket_goes_to_the_first_rank():
     channel = Gather(Executor(), Executor(), carries=EvalCompletion)
-    empty = torch.empty(0, dtype=torch.int64)
-    answer = EvalCompletion(
-        prompt_index=5,
-        greedy=True,
-        sample_index=0,
-        token_ids=empty,
-        policy_versions=empty,
-        finish_reason="stop",
-    )
+    answer = evaluated("46", prompt=5).completion
     assert channel.route(answer, num_destinations=3) == [0]
-    sampled = Completion(5, 0, empty, empty, torch.empty(0), empty, "stop")
-    assert channel.route(sampled, num_destinations=3) == [2]
+    assert channel.route(build_completion(5), num_destinations=3) == [2]
