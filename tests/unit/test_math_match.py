@@ -15,15 +15,25 @@ from llamarl.scoring.scorer import score_all, text_item
 from llamarl.tasks import math_answers
 from llamarl.tasks.math_answers import check_row, is_equivalent, math_match
 from llamarl.tasks.thinking import last_boxed, split_thoughts
+from tests.build.user_module import write_modules
 from tests.math_pairs import EACH, pairs
 
 PAIRS = pairs()
-REMEDY = "the package math-verify, of the extra math, is not installed"
+ABSENT = """
+import sys
+class Absent:
+    def find_spec(self, name, *_):
+        if name == "math_verify":
+            raise ModuleNotFoundError("no", name=name)
+sys.meta_path.insert(0, Absent())
+from llamarl.tasks.rewards import math_match
+"""
 
 
 @pytest.fixture
 def library():
-    return pytest.importorskip("math_verify", reason=REMEDY)
+    remedy = "the package math-verify, of the extra math, is not installed"
+    return pytest.importorskip("math_verify", reason=remedy)
 
 
 def test_there_are_300_pairs_of_each_sort():
@@ -44,9 +54,9 @@ def test_equal_answers_are_equal_and_different_ones_are_not(library, family):
     assert (missed, confused) == ([], [])
 
 
-@pytest.mark.parametrize(
-    "wanted, given, is_equal",
-    [
+# Per family: the wanted answer, the one that is given, and whether they are equal.
+ANSWERS = {
+    "units, percentages and what is no formula": [
         ("6 cm^2", r"6\text{ cm}", False),
         ("5 apples", "5", True),
         ("5", r"50\%", False),
@@ -54,14 +64,7 @@ def test_equal_answers_are_equal_and_different_ones_are_not(library, family):
         ("$12$.", "12", True),
         ("12", "}{", False),
     ],
-)
-def test_units_percentages_words_and_what_is_no_formula(library, wanted, given, is_equal):
-    assert is_equivalent(wanted, given) == is_equal
-
-
-@pytest.mark.parametrize(
-    "wanted, given, is_equal",
-    [
+    "units by what they measure and how much it is": [
         ("2.54 cm", "1 in", True),
         ("1 in", r"\frac{1}{12} \text{ ft}", True),
         ("0.9144 m", "1 yd", True),
@@ -78,16 +81,7 @@ def test_units_percentages_words_and_what_is_no_formula(library, wanted, given, 
         ("1 ft", "1 s", False),
         ("5 cm", r"5\text{ cm}^2", False),
     ],
-)
-def test_units_are_compared_by_what_they_measure_and_how_much_it_is(
-    library, wanted, given, is_equal
-):
-    assert is_equivalent(wanted, given) == is_equal
-
-
-@pytest.mark.parametrize(
-    "wanted, given, is_equal",
-    [
+    "words as texts": [
         ("ABC", "CBA", False),
         ("ABC", r"\text{abc}", True),
         ("no", "on", False),
@@ -97,14 +91,7 @@ def test_units_are_compared_by_what_they_measure_and_how_much_it_is(
         (r"\text{xy}", "yx", False),
         ("gcd", "x", False),
     ],
-)
-def test_words_are_compared_as_texts(library, wanted, given, is_equal):
-    assert is_equivalent(wanted, given) == is_equal
-
-
-@pytest.mark.parametrize(
-    "wanted, given, is_equal",
-    [
+    "as people and models write them": [
         ("½", r"\frac{1}{2}", True),
         ("2½", "2.5", True),
         ("√2", r"\sqrt{2}", True),
@@ -132,14 +119,7 @@ def test_words_are_compared_as_texts(library, wanted, given, is_equal):
         ("15 dollars", r"\$15", True),
         ("15 dollars", r"\$16", False),
     ],
-)
-def test_answers_as_people_and_models_write_them(library, wanted, given, is_equal):
-    assert is_equivalent(wanted, given) == is_equal
-
-
-@pytest.mark.parametrize(
-    "wanted, given, is_equal",
-    [
+    "neither a lost order nor a contradiction": [
         ("(1,2)", "1,2", False),
         ("(1,2)", "x=1, y=2", True),
         ("1,2", r"\{2,1\}", True),
@@ -155,14 +135,7 @@ def test_answers_as_people_and_models_write_them(library, wanted, given, is_equa
         ("x^2+y^2-1=0", "0=x^2+y^2-1", True),
         ("2", r"2=\text{two}", True),
     ],
-)
-def test_neither_a_lost_order_nor_a_contradiction_is_an_answer(library, wanted, given, is_equal):
-    assert is_equivalent(wanted, given) == is_equal
-
-
-@pytest.mark.parametrize(
-    "wanted, given, is_equal",
-    [
+    "two or three small letters, a product": [
         ("xy", "x y", True),
         ("xy", "yx", True),
         ("xy", r"x \cdot y", True),
@@ -171,11 +144,12 @@ def test_neither_a_lost_order_nor_a_contradiction_is_an_answer(library, wanted, 
         ("xy", "xz", False),
         ("yes", "sey", False),
     ],
-)
-def test_two_or_three_small_letters_that_are_no_common_word_are_a_product(
-    library, wanted, given, is_equal
-):
-    assert is_equivalent(wanted, given) == is_equal
+}
+
+
+@pytest.mark.parametrize("family", ANSWERS)
+def test_answers_are_equal_or_not(library, family):
+    assert [row for row in ANSWERS[family] if is_equivalent(*row[:2]) != row[2]] == []
 
 
 @pytest.mark.parametrize("side", ["", "?", r"\frac{", "()", r"\{1,2\}", "(1,2)%"])
@@ -192,14 +166,16 @@ def test_an_answer_that_is_a_number_is_compared_by_its_value(library):
             math_match("", r"\boxed{42}", {"answer": answer})
 
 
-@pytest.mark.parametrize("answer", [r"\frac12", "north", r"\boxed{4}"])
-def test_a_row_with_a_formula_or_words_passes_its_check(library, answer):
-    assert check_row("", "", {"answer": answer}) == 1.0
-
-
-def test_a_row_without_either_does_not(library):
+def test_a_row_with_neither_a_formula_nor_words_is_an_error_and_not_a_wrong_answer(library):
+    for answer in (r"\frac12", "north", r"\boxed{4}"):
+        assert check_row("", "", {"answer": answer}) == 1.0
+    without = {"answer": r"\frac{"}
     with pytest.raises(ValueError, match="is no formula"):
-        check_row("", "", {"answer": r"\frac{"})
+        check_row("", "", without)
+    with pytest.raises(ValueError, match="is no formula; use exact_match"):
+        math_match("", r"\boxed{4}", without)
+    with pytest.raises(ValueError, match="set task.answer_key"):
+        math_match("", r"\boxed{4}", {})
 
 
 def test_the_last_box_counts_and_no_box_is_no_answer(library):
@@ -220,19 +196,9 @@ def test_what_is_thought_is_no_answer(library):
         assert math_match("", wrong, meta, thinking="opens") == 0.0
     assert math_match("", r"5?</think>\boxed{4}", meta, thinking="opened") == 1.0
     assert math_match("", right, meta, thinking="opened") == 0.0
-
-
-def test_marks_that_are_special_tokens_are_seen(library):
-    sampled = {"raw_text": r"<think>5?</think>\boxed{4}</s>"}
-    meta = {"answer": "4", "sampled": sampled}
+    # Marks that are special tokens are seen.
+    meta |= {"sampled": {"raw_text": r"<think>5?</think>\boxed{4}</s>"}}
     assert math_match("", r"5?\boxed{4}", meta, thinking="opens") == 1.0
-
-
-def test_a_row_without_a_formula_is_an_error_and_not_a_wrong_answer(library):
-    with pytest.raises(ValueError, match="set task.answer_key"):
-        math_match("", r"\boxed{4}", {})
-    with pytest.raises(ValueError, match="is no formula; use exact_match"):
-        math_match("", r"\boxed{4}", {"answer": r"\frac{"})
 
 
 @settings(max_examples=40)
@@ -268,28 +234,14 @@ def test_an_answer_that_takes_for_ever_is_killed_and_is_no_score(library):
     meta = {"answer": "4"}
     items = [text_item("", rf"\boxed{{{x}}}", meta) for x in ("4", "99999999!", "5", "8/2")]
     with RewardPool("rewards:math_match", timeout_s=2.0) as pool:
-        outcomes = score_all(pool, items)
-    assert [(outcome.kind, outcome.value) for outcome in outcomes[::2]] == [
-        ("score", 1.0),
-        ("score", 0.0),
-    ]
-    assert outcomes[1].kind == "error"
-    assert "took longer than reward.timeout_s=2" in outcomes[1].reason
-    assert outcomes[3].value == 1.0
+        right, killed, wrong, equal = score_all(pool, items)
+    assert (right.value, wrong.value, equal.value) == (1.0, 0.0, 1.0)
+    assert killed.kind == "error" and "took longer than reward.timeout_s=2" in killed.reason
 
 
 def test_without_the_package_the_start_ends_and_names_the_extra(tmp_path, monkeypatch):
     """A finder before all others says that there is no such package, as where it is absent."""
-    (tmp_path / "absent.py").write_text(
-        "import sys\n"
-        "class Absent:\n"
-        "    def find_spec(self, name, *_):\n"
-        "        if name == 'math_verify':\n"
-        "            raise ModuleNotFoundError('no', name=name)\n"
-        "sys.meta_path.insert(0, Absent())\n"
-        "from llamarl.tasks.rewards import math_match\n"
-    )
-    monkeypatch.chdir(tmp_path)
+    write_modules(tmp_path, monkeypatch, absent=ABSENT)
     with pytest.raises(ValueError, match=re.escape("pip install 'llamarl[math]'")):
         check_reward("absent:math_match", [])
 

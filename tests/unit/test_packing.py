@@ -2,7 +2,6 @@
 gradient.
 """
 
-import math
 import warnings
 from dataclasses import fields, replace
 from itertools import accumulate, chain
@@ -27,9 +26,8 @@ from tests.updating import decoder_of
 pytestmark = pytest.mark.machine
 
 NAN = float("nan")
-PACKED_GRADIENT = rounding(
-    terms=16, depth=2 * 2 * 2
-)  # of the largest: width, and the layers there and back
+# Of the largest: width, and the layers there and back.
+PACKED_GRADIENT = rounding(terms=16, depth=2 * 2 * 2)
 
 
 def group(prompt, completions, rewards=None, *, ticket=0, reasons=None, reference=False):
@@ -54,14 +52,13 @@ def group(prompt, completions, rewards=None, *, ticket=0, reasons=None, referenc
 def packed(groups, advantages=None, budget=100, drop=False, whole_groups=False, **options):
     advantages = advantages or [torch.arange(1.0, g.lengths.numel() + 1) for g in groups]
     targets = [Targets.of(g, a) for g, a in zip(groups, advantages)]
-    return pack(
-        groups,
-        targets,
-        budget_tokens=budget,
-        skip_zero_advantage=drop,
-        whole_groups=whole_groups,
-        **options,
-    )
+    options |= {"skip_zero_advantage": drop, "whole_groups": whole_groups}
+    return pack(groups, targets, budget_tokens=budget, **options)
+
+
+def sizes_of(packing):
+    """The tokens of each microbatch."""
+    return [batch.input_ids.numel() for batch in packing.microbatches]
 
 
 def completions_of(packing, groups):
@@ -82,22 +79,14 @@ def assert_batches_equal(got: PackedBatch, want: PackedBatch):
 
 @given(lengths=st.lists(st.integers(1, 12), max_size=40), budget=st.integers(1, 15))
 def test_collate_is_first_fit_decreasing_and_loses_nothing(lengths, budget):
-    bins = collate(lengths, budget)
-    assert sorted(chain.from_iterable(bins)) == list(range(len(lengths)))
-
     def total(members: list[int]) -> int:
         return sum(lengths[i] for i in members)
 
-    sums = [total(members) for members in bins]
-    assert all(total <= budget or len(b) == 1 for total, b in zip(sums, bins))
     naive: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         home = next((b for b in naive if total(b) + lengths[i] <= budget), None)
         naive.append([i]) if home is None else home.append(i)
-    assert bins == naive
-
-
-def test_collate_refuses_a_budget_without_room():
+    assert collate(lengths, budget) == naive
     with pytest.raises(ValueError, match="budget=0"):
         collate([1], 0)
 
@@ -191,24 +180,24 @@ def group_of_completion(groups, number):
 @st.composite
 def random_groups(draw):
     reference, groups = draw(st.booleans()), []
+    token = st.integers(0, 50)
+    reason = st.sampled_from(["stop", "length", "aborted"])
     for ticket in range(draw(st.integers(1, 4))):
         size = draw(st.integers(1, 4))
-        token = st.integers(0, 50)
-        groups.append(
-            group(
-                draw(st.lists(token, min_size=1, max_size=5)),
-                [draw(st.lists(token, max_size=6)) for _ in range(size)],
-                draw(st.lists(st.sampled_from([0.0, 1.0, NAN]), min_size=size, max_size=size)),
-                ticket=ticket,
-                reasons=draw(
-                    st.lists(
-                        st.sampled_from(["stop", "length", "aborted"]), min_size=size, max_size=size
-                    )
-                ),
-                reference=reference,
-            )
+        rewards = st.lists(st.sampled_from([0.0, 1.0, NAN]), min_size=size, max_size=size)
+        made = group(
+            draw(st.lists(token, min_size=1, max_size=5)),
+            [draw(st.lists(token, max_size=6)) for _ in range(size)],
+            draw(rewards),
+            ticket=ticket,
+            reasons=draw(st.lists(reason, min_size=size, max_size=size)),
+            reference=reference,
         )
+        groups.append(made)
     return groups
+
+
+LABELLED = "labels places generator_logprobs ref_logprobs advantages policy_versions".split()
 
 
 @given(groups=random_groups(), budget=st.integers(1, 30), drop=st.booleans(), whole=st.booleans())
@@ -225,17 +214,9 @@ def test_every_label_sees_its_prompt_and_completion_and_keeps_its_fields(
     assert sorted(chain.from_iterable(completions)) == sorted(kept)
     for batch, members in zip(got.microbatches, completions, strict=True):
         alone = [kept[n] for n in members]
-        for name in (
-            "labels",
-            "places",
-            "generator_logprobs",
-            "ref_logprobs",
-            "advantages",
-            "policy_versions",
-        ):
-            assert torch.equal(
-                getattr(batch, name), torch.cat([getattr(s, name) for s in alone])
-            ), name
+        for name in LABELLED:
+            expected = torch.cat([getattr(s, name) for s in alone])
+            assert torch.equal(getattr(batch, name), expected), name
         want = []
         for one in alone:
             want += [one.input_ids[: row + 1].tolist() for row in one.rows.tolist()]
@@ -243,16 +224,14 @@ def test_every_label_sees_its_prompt_and_completion_and_keeps_its_fields(
         assert batch.positions[batch.rows].tolist() == [len(tokens) - 1 for tokens in want]
         assert batch.input_ids.numel() == batch.positions.numel() == batch.cu_seqlens[-1]
         owners = [group_of_completion(groups, n) for n in members]
-        assert (
-            batch.input_ids.numel() <= budget
-            or len(members) == 1
-            or (whole and len(set(owners)) == 1)
-        )
+        is_one = len(members) == 1 or (whole and len(set(owners)) == 1)
+        assert batch.input_ids.numel() <= budget or is_one
         numbers = []
         for number, one in enumerate(alone):
             numbers += [number] * len(one.labels)
         assert batch.completions.tolist() == numbers
         assert batch.rewards.tolist() == [s.rewards.item() for s in alone]
+        assert batch.group_tokens.tolist() == [s.group_tokens.item() for s in alone]
         assert sorted(set(batch.groups.tolist())) == list(range(len(set(owners))))
         assert (batch.parents < 0).sum() == len(set(owners)), "a prompt twice in a microbatch"
         together = []
@@ -274,23 +253,18 @@ def test_every_label_sees_its_prompt_and_completion_and_keeps_its_fields(
 def test_a_group_is_cut_where_its_completions_fill_holes_and_save_a_microbatch():
     # 1 + 2 * 2, 1 + 4 and 1 + 5 tokens of 9: three microbatches whole. The first's completions fit
     # in the others' holes.
-    groups = [
-        group([n], [[n] * (size + 1)] * count, ticket=n)
-        for n, size, count in ((1, 2, 2), (2, 4, 1), (3, 5, 1))
-    ]
-    assert [
-        b.input_ids.numel() for b in packed(groups, budget=9, whole_groups=True).microbatches
-    ] == [6, 5, 5]
+    groups = []
+    for n, size, count in ((1, 2, 2), (2, 4, 1), (3, 5, 1)):
+        groups.append(group([n], [[n] * (size + 1)] * count, ticket=n))
+    assert sizes_of(packed(groups, budget=9, whole_groups=True)) == [6, 5, 5]
     got = packed(groups, budget=9)
-    assert [b.input_ids.tolist() for b in got.microbatches] == [
-        [3] * 6 + [1] * 3,
-        [2] * 5 + [1] * 3,
-    ]
-    assert completions_of(got, groups) == [[3, 0], [2, 1]] and [
-        b.groups.tolist() for b in got.microbatches
-    ] == [[1, 0], [1, 0]]
+    first, second = got.microbatches
+    assert first.input_ids.tolist() == [3] * 6 + [1] * 3
+    assert second.input_ids.tolist() == [2] * 5 + [1] * 3
+    assert completions_of(got, groups) == [[3, 0], [2, 1]]
+    assert first.groups.tolist() == second.groups.tolist() == [1, 0]
     # Two tokens less, and one completion finds no hole: nothing is moved
-    assert [b.input_ids.numel() for b in packed(groups, budget=7).microbatches] == [6, 5, 5]
+    assert sizes_of(packed(groups, budget=7)) == [6, 5, 5]
 
 
 def test_a_group_that_must_stay_whole_is_never_cut_and_is_warned_of():
@@ -298,11 +272,8 @@ def test_a_group_that_must_stay_whole_is_never_cut_and_is_warned_of():
     groups = [group([1, 2, 3], [[4] * 4, [5] * 4, [6] * 4]), group([7], [[8, 9]], ticket=1)]
     packing._warn_too_long.cache_clear()
     with pytest.warns(UserWarning, match="groups .*microbatch_tokens=8"):
-        got = packed(groups, budget=8, whole_groups=True)
-    assert [b.input_ids.numel() for b in got.microbatches] == [12, 2]
-    assert [
-        b.input_ids.numel() for b in packed(groups, budget=14, whole_groups=True).microbatches
-    ] == [14]
+        assert sizes_of(packed(groups, budget=8, whole_groups=True)) == [12, 2]
+    assert sizes_of(packed(groups, budget=14, whole_groups=True)) == [14]
 
 
 def test_ranks_that_share_groups_have_the_same_ones_in_each_microbatch():
@@ -331,14 +302,13 @@ def test_ranks_that_share_groups_have_the_same_ones_in_each_microbatch():
     "rewards, options",
     [
         ([1.0, 0.0], {}),  # cut
-        ([1.0, float("nan")], {"whole_groups": True}),
+        ([1.0, NAN], {"whole_groups": True}),
         ([1.0, 0.0], {"whole_groups": True, "drop": True, "advantages": [torch.tensor([1.0, 0])]}),
     ],
 )
 def test_a_share_of_which_something_is_left_out_is_refused(rewards, options):
-    shared = [group([9], [[1, 2], [3]], rewards)]
     with pytest.raises(ValueError, match="ranks share these groups"):
-        packed(shared, largest_over_ranks=list, **options)
+        packed([group([9], [[1, 2], [3]], rewards)], largest_over_ranks=list, **options)
 
 
 def test_targets_by_token_reach_their_labels():
@@ -349,26 +319,15 @@ def test_targets_by_token_reach_their_labels():
     )
     (batch,) = pack([g], [targets], budget_tokens=100, skip_zero_advantage=False).microbatches
     assert batch.advantages.tolist() == [-1.0, 0.0, 1.0, 2.0, 3.0]
-    assert batch.returns.tolist() == [0.0, 2.0, 4.0, 6.0, 8.0] and batch.old_values.tolist() == [
-        0.0,
-        3.0,
-        6.0,
-        9.0,
-        12.0,
-    ]
+    assert batch.returns.tolist() == [0.0, 2.0, 4.0, 6.0, 8.0]
+    assert batch.old_values.tolist() == [0.0, 3.0, 6.0, 9.0, 12.0]
     assert batch.rewards.tolist() == [11.0, 12.0]
-
-
-def test_tokens_of_a_group_are_those_that_are_trained():
-    (batch,) = packed([group([1], [[2, 3], [4, 5, 6], [7]], [1.0, 0.0, math.nan])]).microbatches
-    assert batch.group_tokens.tolist() == [5.0, 5.0]
 
 
 def test_only_completions_without_any_advantage_are_dropped():
     g = group([1], [[2, 3], [4, 5], [6]])
-    targets = Targets(
-        g.rewards, torch.tensor([0.0, -0.5, 0.0, 0.0, 0.0]), torch.zeros(0), torch.zeros(0)
-    )
+    advantages, none = torch.tensor([0.0, -0.5, 0.0, 0.0, 0.0]), torch.zeros(0)
+    targets = Targets(g.rewards, advantages, none, none)
     got = pack([g], [targets], budget_tokens=100, skip_zero_advantage=True)
     assert completions_of(got, [g]) == [[0]] and got.num_completions == 3
 
@@ -379,73 +338,40 @@ def test_the_unused_share_of_the_budget():
     assert got.unused_budget_fraction == pytest.approx(1 - 12 / 16)
 
 
-def test_nothing_to_train_is_no_microbatch():
+def test_nothing_to_train_is_no_microbatch_and_a_reference_is_told_apart_from_zeros():
     got = packed([group([1], [[2], []], [NAN, 1.0])])
     assert (got.microbatches, got.num_loss_tokens, got.num_completions) == ([], 0, 0)
     assert got.unused_budget_fraction == 0.0
     assert packed([]).microbatches == []
+    assert packed([group([1], [[2]], reference=True)]).has_reference
+    assert not packed([group([1], [[2]])]).has_reference
 
 
 def test_a_sequence_over_the_budget_goes_alone_and_is_warned_of_once():
     packing._warn_too_long.cache_clear()
     groups = [group([1], [[2] * 9, [3], [4]])]
     with pytest.warns(UserWarning, match="microbatch_tokens=4"):
-        got = packed(groups, budget=4)
-    assert [b.input_ids.numel() for b in got.microbatches] == [9, 1]
+        assert sizes_of(packed(groups, budget=4)) == [9, 1]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         packed(groups, budget=4)
 
 
 @pytest.mark.parametrize(
-    ("groups", "advantages", "message"),
+    "groups, targets, message",
     [
-        ([group([], [[1]])], None, "empty prompt"),
-        ([group([1], [[1]])], [torch.tensor([NAN])], "ticket 0: .*not finite"),
-        (
-            [group([1], [[1]]), group([1], [[1]], reference=True)],
-            None,
-            "some groups and not in others",
-        ),
+        ([group([], [[1]])], {}, "empty prompt"),
+        ([group([1], [[1]])], {"advantages": torch.tensor([NAN])}, "ticket 0: .*not finite"),
+        ([group([1], [[1]]), group([1], [[1]], reference=True)], {}, "some .* and not in others"),
+        ([group([1], [[2], [3]])], {"advantages": torch.zeros(3)}, "do not fit"),
+        ([group([1], [[2], [3]])], {"rewards": torch.zeros(1)}, "do not fit"),
+        ([group([1], [[2], [3]])], {"rewards": torch.tensor([1.0, NAN])}, "not finite"),
     ],
 )
-def test_what_cannot_be_packed_is_refused(groups, advantages, message):
+def test_what_cannot_be_packed_is_refused(groups, targets, message):
+    given = [replace(Targets.of(g, torch.zeros(g.lengths.numel())), **targets) for g in groups]
     with pytest.raises(ValueError, match=message):
-        packed(groups, advantages)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (dict(advantages=torch.zeros(3)), "do not fit"),
-        (dict(rewards=torch.zeros(1)), "do not fit"),
-        (dict(rewards=torch.tensor([1.0, NAN])), "not finite"),
-    ],
-)
-def test_targets_that_do_not_fit_are_refused(changes, message):
-    g = group([1], [[2], [3]])
-    with pytest.raises(ValueError, match=message):
-        pack(
-            [g],
-            [replace(Targets.of(g, torch.zeros(2)), **changes)],
-            budget_tokens=9,
-            skip_zero_advantage=False,
-        )
-
-
-def test_what_can_be_trained_has_tokens_a_reward_and_was_not_aborted():
-    g = group(
-        [1],
-        [[2], [], [3], [4]],
-        [1.0, 1.0, NAN, 1.0],
-        reasons=["length", "stop", "stop", "aborted"],
-    )
-    assert g.trained.tolist() == [True, False, False, False]
-
-
-def test_reference_is_told_apart_from_zeros():
-    assert packed([group([1], [[2]], reference=True)]).has_reference
-    assert not packed([group([1], [[2]])]).has_reference
+        pack(groups, given, budget_tokens=9, skip_zero_advantage=False)
 
 
 # --- gradients ---
@@ -454,36 +380,25 @@ def test_reference_is_told_apart_from_zeros():
 def gradients(decoder, batches, num_loss_tokens):
     decoder.zero_grad()
     for b in batches:
+        attention = PackedAttention(b.cu_seqlens, b.parents)
         head = make_head(b.labels, b.rows)
-        logprobs, _ = decoder(
-            b.input_ids, b.positions, PackedAttention(b.cu_seqlens, b.parents), head
-        )
+        logprobs, _ = decoder(b.input_ids, b.positions, attention, head)
         every = torch.ones_like(b.labels, dtype=torch.bool)
-        inputs = inputs_of(
-            logprobs,
-            b.generator_logprobs,
-            None,
-            b.advantages,
-            every,
-            num_loss_tokens=num_loss_tokens,
-        )
-        policy_gradient(inputs)[0].backward()
+        given = logprobs, b.generator_logprobs, None, b.advantages, every
+        policy_gradient(inputs_of(*given, num_loss_tokens=num_loss_tokens))[0].backward()
     return [p.grad.clone() for p in decoder.parameters()]
 
 
 def test_gradients_do_not_depend_on_packing_dropping_or_fillers():
     random = torch.Generator().manual_seed(1)
+
+    def drawn(length: int) -> list[int]:
+        return torch.randint(0, 23, (length,), generator=random).tolist()
+
     groups = []
     for ticket in range(4):
-        groups.append(
-            group(
-                torch.randint(
-                    0, 23, (int(torch.randint(1, 6, (), generator=random)),), generator=random
-                ).tolist(),
-                [torch.randint(0, 23, (n,), generator=random).tolist() for n in (1, 4, 9)],
-                ticket=ticket,
-            )
-        )
+        prompt = drawn(int(torch.randint(1, 6, (), generator=random)))
+        groups.append(group(prompt, [drawn(n) for n in (1, 4, 9)], ticket=ticket))
     advantages = [torch.tensor([0.7, 0.0, -1.3])] * 4
     decoder = decoder_of()
     alone = packed(groups, advantages, budget=1000)
@@ -495,16 +410,9 @@ def test_gradients_do_not_depend_on_packing_dropping_or_fillers():
             warnings.simplefilter("ignore")  # a sequence over the budget
             got = packed(groups, advantages, budget=budget, drop=drop)
         assert got.num_loss_tokens == alone.num_loss_tokens
-        torch.testing.assert_close(
-            gradients(decoder, [*got.microbatches, filler()], got.num_loss_tokens),
-            want,
-            atol=PACKED_GRADIENT * largest,
-            rtol=0,
-        )
-
-
-def test_a_filler_alone_gives_zero_gradients_to_every_parameter():
-    assert all((g == 0).all() for g in gradients(decoder_of(), [filler()], 5))
+        found = gradients(decoder, [*got.microbatches, filler()], got.num_loss_tokens)
+        torch.testing.assert_close(found, want, atol=PACKED_GRADIENT * largest, rtol=0)
+    assert all((g == 0).all() for g in gradients(decoder, [filler()], 5))
 
 
 def test_to_device_moves_every_field(monkeypatch):

@@ -2,26 +2,28 @@
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import asdict
 
 import pytest
 
-from llamarl.config.command_line import check_command_line, compose_config
-from llamarl.config.placement import placement_of
-from llamarl.launch.placement import planned_placement
+from llamarl.config.command_line import check_command_line
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.planner.__main__ import KEYS, main, read_words
 from llamarl.planner.costs import Costs, GeneratorPlan, Numerics, Split, StepWork, TrainerPlan
 from llamarl.planner.fit import Lengths, fit_runs, points_of
 from llamarl.planner.predict import Predictor
 from llamarl.planner.profile import read_profile
-from tests.house import ROOT
+from tests.build.job import run_python
 from tests.unit.made_runs import ROW, made_run
 
 TINY = f"model.path={tiny_directory()}"
 SIZES = ["groups_per_step=8", "group_size=4", "max_new_tokens=32", "task.max_prompt_tokens=16"]
+ON_TWO = ("search", "--gpus", "2")
+EVEN = Lengths(prompt_tokens=6.0, length_sigma=0.0)
+SYNCHRONOUS = ("max_lag=0", "overcommit=0")
+AHEAD = ("max_lag=4", "overcommit=2")
+TWO_REPLICAS = ("placement.trainer=[0]", "placement.generator=[1,2]")
+FLOAT32 = Numerics(dtype="float32", compute_dtype="float32")
 
 
 def run(capsys, *words):
@@ -40,8 +42,7 @@ def test_a_search_says_all_that_a_plan_is(capsys):
 
 
 def test_a_split_without_gpus_for_both_sides_is_no_plan(capsys):
-    words = ["search", "--gpus", "2", TINY, *SIZES, "trainer.tensor_parallel=2"]
-    status, out, _ = run(capsys, *words)
+    status, out, _ = run(capsys, *ON_TWO, TINY, *SIZES, "trainer.tensor_parallel=2")
     assert status == 0 and "synchronous:" in out
     assert "no asynchronous plan fits: it needs max_lag of at least 1, and GPUs" in out
 
@@ -76,55 +77,43 @@ def test_what_is_to_be_pasted_is_accepted(capsys, gpus, max_lag):
 
 def test_a_search_needs_a_config_alone_and_no_torch(tmp_path):
     (tmp_path / "config.json").write_bytes((tiny_directory() / "config.json").read_bytes())
-    words = ["search", "--gpus", "2", f"model.path={tmp_path}/config.json", *SIZES]
+    words = [*ON_TWO, f"model.path={tmp_path}/config.json", *SIZES]
     code = (
         "import sys\nfrom llamarl.planner.__main__ import main\n"
         f"status = main({words!r})\n"
         "print(status, [m for m in ('torch', 'transformers') if m in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240
-    )
-    assert done.stdout.splitlines()[-1] == "0 []", done.stderr
+    assert run_python("-c", code).splitlines()[-1] == "0 []"
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "command, words, said",
     [
-        (["model.pat=x"], "unknown key; did you mean model.path?"),
-        ([], "model.path   missing"),
-        ([TINY, "groups_per_step=0"], "groups_per_step=0 "),
-        ([TINY, "model.dtype=bfloat61"], "did you mean bfloat16?"),
-        (
-            [TINY, "trainer.activation_checkpointing=maybe"],
-            "trainer.activation_checkpointing=maybe",
-        ),
-        ([TINY, "max_lag=1", "overcommit=65"], "at most 64 groups"),
-        ([TINY, "completion_tokens=5000"], "cannot be above max_new_tokens"),
-        ([TINY, "generator.tensor_parallel=64", "--gpus=64"], "query heads to split"),
-        ([TINY, "trainer.tensor_parallel=4"], "trainer.tensor_parallel=4: 4 GPUs share a layer"),
-        ([TINY, "--gpu-memory=nan"], "--gpu-memory nan: need a number of GiB above 0"),
-        ([TINY, "sheet=h10"], "did you mean h100?"),
-        (["model.path=nowhere"], "nowhere"),
+        (ON_TWO, ["model.pat=x"], ["unknown key; did you mean model.path?"]),
+        (ON_TWO, ["a=1", "group_size=x"], ["a=1 ", "group_size=x ", "model.path "]),
+        (ON_TWO, [], ["model.path   missing"]),
+        (ON_TWO, [TINY, "groups_per_step=0"], ["groups_per_step=0 "]),
+        (ON_TWO, [TINY, "model.dtype=bfloat61"], ["did you mean bfloat16?"]),
+        (ON_TWO, [TINY, "trainer.activation_checkpointing=maybe"], ["checkpointing=maybe"]),
+        (ON_TWO, [TINY, "max_lag=1", "overcommit=65"], ["at most 64 groups"]),
+        (ON_TWO, [TINY, "completion_tokens=5000"], ["cannot be above max_new_tokens"]),
+        (ON_TWO, [TINY, "generator.tensor_parallel=64", "--gpus=64"], ["query heads to split"]),
+        (ON_TWO, [TINY, "trainer.tensor_parallel=4"], ["parallel=4: 4 GPUs share a layer"]),
+        (ON_TWO, [TINY, "--gpu-memory=nan"], ["--gpu-memory nan: need a number of GiB above 0"]),
+        (ON_TWO, [TINY, "--gpu-memory=-1"], ["--gpu-memory -1"]),
+        (ON_TWO, [TINY, "--gpu-memory=0.01"], ["nothing fits 0.009 GiB a GPU", "at least"]),
+        (ON_TWO, [TINY, "sheet=h10"], ["did you mean h100?"]),
+        (ON_TWO, ["model.path=nowhere"], ["nowhere"]),
+        (("fit",), [], ["fit needs the directories of runs"]),
+        (("fit", "nowhere"), [], ["nowhere/metrics.jsonl: no such file"]),
+        (("fit", "nowhere"), ["prompts=3"], ["unknown key; did you mean prompt_tokens?"]),
+        (("fit", "nowhere"), ["prompt_tokens=0"], ["prompt_tokens=0 "]),
     ],
 )
-def test_what_is_wrong_is_said_and_ends_with_2(capsys, words, said):
-    status, out, err = run(capsys, "search", "--gpus", "2", *words)
+def test_all_that_is_wrong_is_said_and_ends_with_2(capsys, command, words, said):
+    status, out, err = run(capsys, *command, *words)
     assert (status, out) == (2, "")
-    assert err.startswith("llamarl.planner: ") and said in err
-
-
-def test_all_wrong_words_are_named_at_once(capsys):
-    _, _, err = run(capsys, "search", "--gpus", "2", "a=1", "group_size=x")
-    assert all(said in err for said in ("a=1", "group_size=x", "model.path"))
-
-
-def test_a_memory_that_holds_nothing_says_what_would(capsys):
-    words = ["search", "--gpus", "1", "--gpu-memory", "0.01", TINY]
-    status, _, err = run(capsys, *words)
-    assert status == 2
-    assert "nothing fits 0.009 GiB a GPU" in err and "at least" in err
-    assert run(capsys, *words[:4], "-1", TINY)[0] == 2
+    assert err.startswith("llamarl.planner: ") and all(one in err for one in said)
 
 
 def test_auto_leaves_a_choice_to_the_planner():
@@ -134,25 +123,7 @@ def test_auto_leaves_a_choice_to_the_planner():
     assert sorted(KEYS.values()) == sorted(fields)
 
 
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        (["fit"], "fit needs the directories of runs"),
-        (["fit", "nowhere"], "nowhere/metrics.jsonl: no such file"),
-        (["fit", "nowhere", "prompts=3"], "unknown key; did you mean prompt_tokens?"),
-        (["fit", "nowhere", "prompt_tokens=0"], "prompt_tokens=0 "),
-    ],
-)
-def test_fits_of_nothing_are_refused(capsys, words, said):
-    status, _, err = run(capsys, *words)
-    assert status == 2 and said in err
-
-
 # --- Runs, whose rows are written by hand ---
-
-
-def points(run_dir):
-    return points_of(run_dir, Lengths(prompt_tokens=6.0, length_sigma=0.0))
 
 
 def test_a_row_of_an_asynchronous_run_is_a_point_of_each_curve(tmp_path):
@@ -160,8 +131,7 @@ def test_a_row_of_an_asynchronous_run_is_a_point_of_each_curve(tmp_path):
     trained token takes, and decodes for the rest. Half a batch and 2 groups are 16 rows, and so
     160 tokens are ten steps.
     """
-    run_dir = made_run(tmp_path / "a", [{}, {}, ROW], "max_lag=4", "overcommit=2")
-    (point,) = points(run_dir)
+    (point,) = points_of(made_run(tmp_path / "a", [{}, {}, ROW], *AHEAD), EVEN)
     assert (point.tokens, point.microbatches) == (pytest.approx(92), 2)
     assert point.microbatch_s == pytest.approx(0.4 / 2)
     assert point.rows == 16
@@ -175,8 +145,8 @@ def test_a_row_of_an_asynchronous_run_is_a_point_of_each_curve(tmp_path):
 def test_a_swap_is_the_mean_of_the_replicas(tmp_path):
     """A row has the sum over both, and each of them works for 0.3 s."""
     row = ROW | {"weights/swap_stall_s": 0.06}
-    words = ["placement.trainer=[0]", "placement.generator=[1,2]", "max_lag=4", "overcommit=2"]
-    (point,) = points(made_run(tmp_path / "a", [{}, {}, row], *words, num_ranks=3))
+    run_dir = made_run(tmp_path / "a", [{}, {}, row], *TWO_REPLICAS, *AHEAD, num_ranks=3)
+    (point,) = points_of(run_dir, EVEN)
     # Eight rows of each replica: 80 tokens are ten steps.
     assert point.rows == 8
     prompts_s = 12 * 0.4 / (2 * 92) / 3
@@ -187,8 +157,8 @@ def test_a_synchronous_batch_takes_as_many_steps_as_its_longest_completion(tmp_p
     """Sixteen rows start together. Equally long, they take ten steps. With a deviation they take as
     many as the longest of 16, of which there are fewer rows in the mean.
     """
-    run_dir = made_run(tmp_path / "a", [{}, {}, ROW], "max_lag=0", "overcommit=0")
-    (even,) = points(run_dir)
+    run_dir = made_run(tmp_path / "a", [{}, {}, ROW], *SYNCHRONOUS)
+    (even,) = points_of(run_dir, EVEN)
     assert even.rows == pytest.approx(16)
     (uneven,) = points_of(run_dir, Lengths(prompt_tokens=6.0, length_sigma=0.5))
     # exp(0.5 z - 0.125) at 16/17, z = 1.565: 19.3 steps of 160 / 19.3 rows, but for the quantiles
@@ -202,21 +172,14 @@ def test_runs_of_several_batch_sizes_give_eta_and_a_profile_for_a_search(capsys,
     left out, and so is a run that is not synchronous.
     """
     idle = ROW | {"generator/idle_fraction": 1.0}
-    small = made_run(tmp_path / "a", [ROW, ROW, ROW, idle, ROW], "max_lag=0", "overcommit=0")
-    twice = ROW | {
-        "time/step_s": 1.2,
-        "time/wait_for_data_s": 0.5,
-        "tokens/trained": 320.0,
-        "packing/unused_budget_fraction": 0.816,
-    }
-    words = ["groups_per_step=8", "max_lag=0", "overcommit=0"]
-    large = made_run(tmp_path / "b", [twice, twice, twice], *words)
+    small = made_run(tmp_path / "a", [ROW, ROW, ROW, idle, ROW], *SYNCHRONOUS)
+    twice = ROW | {"time/step_s": 1.2, "time/wait_for_data_s": 0.5}
+    twice |= {"tokens/trained": 320.0, "packing/unused_budget_fraction": 0.816}
+    large = made_run(tmp_path / "b", [twice] * 3, "groups_per_step=8", *SYNCHRONOUS)
     ahead = made_run(tmp_path / "c", [ROW, ROW, ROW | {"time/step_s": 9.0}], "max_lag=1")
     file = tmp_path / "mine.yaml"
-    given = ["prompt_tokens=6", "length_sigma=0"]
-    status, out, err = run(
-        capsys, "fit", str(small), str(large), str(ahead), f"sheet={file}", *given
-    )
+    words = [f"sheet={file}", "prompt_tokens=6", "length_sigma=0"]
+    status, out, err = run(capsys, "fit", str(small), str(large), str(ahead), *words)
     assert (status, err) == (0, "")
     measured = read_profile(file).measured
     assert measured.is_of(read_config(tiny_directory()), "float32")
@@ -232,33 +195,24 @@ def test_runs_of_several_batch_sizes_give_eta_and_a_profile_for_a_search(capsys,
     assert [float(eta_t[1]), float(eta_t[2])] == [2170, 1630]
     assert re.search(r"^eta_g\(b\)  16: \S+, 32: \S+ us a token", out, re.MULTILINE)
     assert "eta_t does not rise with b" in out and "eta_g does not rise with b" in out
-    words = [TINY, *SIZES, f"sheet={file}", "model.dtype=float32", "--gpus", "2"]
-    status, out, _ = run(capsys, "search", *words)
+    status, out, _ = run(capsys, *ON_TWO, TINY, *SIZES, f"sheet={file}", "model.dtype=float32")
     assert status == 0 and "measured (tiny" in out
 
 
-def test_a_fit_predicts_the_run_that_it_was_made_of(tmp_path):
+def test_a_fit_predicts_the_run_that_it_was_made_of_and_less_work_in_proportion(tmp_path):
     """In one process both sides take turns: two microbatches of 0.2 s and a publication of 0.1 s;
     0.3 s of sampling.
     """
-    run_dir = made_run(tmp_path / "a", [{}, {}, ROW], "max_lag=0", "overcommit=0")
-    lengths = Lengths(prompt_tokens=6.0, length_sigma=0.0)
-    profile = fit_runs([run_dir], read_profile("h100"), lengths)
+    run_dir = made_run(tmp_path / "a", [{}, {}, ROW], *SYNCHRONOUS)
+    costs = Costs(
+        fit_runs([run_dir], read_profile("h100"), EVEN), read_config(tiny_directory()), FLOAT32
+    )
     work = StepWork(4, 4, 6.0, 10.0, longest_prompt=16, max_new_tokens=40, max_lag=0)
-    numerics = Numerics(dtype="float32", compute_dtype="float32")
-    predictor = Predictor(Costs(profile, read_config(tiny_directory()), numerics), work)
     plan = Split(TrainerPlan(1, 1, 1, 92), GeneratorPlan(1, 1, 16), sharing="shared", max_lag=0)
-    found = predictor.predict(plan)
+    found = Predictor(costs, work).predict(plan)
     assert found.update_s == pytest.approx(0.4)
     assert found.publish_s == pytest.approx(0.1)
     assert found.sample_s == pytest.approx(0.3, rel=0.01)
-
-
-def test_less_to_score_or_to_copy_takes_proportionally_less_time(tmp_path):
-    run_dir = made_run(tmp_path / "a", [{}, {}, ROW], "max_lag=0", "overcommit=0")
-    profile = fit_runs([run_dir], read_profile("h100"), Lengths(6.0))
-    numerics = Numerics(dtype="float32", compute_dtype="float32")
-    costs = Costs(profile, read_config(tiny_directory()), numerics)
     assert costs.score_s(16) == pytest.approx(0.08)
     assert costs.score_s(1) == pytest.approx(0.08 / 16)
     assert costs.publish_s(TrainerPlan(8, 1, 1, 92)) == pytest.approx(0.1 / 8)
@@ -267,8 +221,7 @@ def test_less_to_score_or_to_copy_takes_proportionally_less_time(tmp_path):
 def test_a_trainer_copies_its_weights_once_for_all_generators(tmp_path):
     """A row has the bytes that all links carry: twice as many with two replicas."""
     row = ROW | {"weights/bytes": 2 * ROW["weights/bytes"]}
-    words = ["placement.trainer=[0]", "placement.generator=[1,2]", "max_lag=1"]
-    run_dir = made_run(tmp_path / "a", [{}, {}, row], *words, num_ranks=3)
+    run_dir = made_run(tmp_path / "a", [{}, {}, row], *TWO_REPLICAS, "max_lag=1", num_ranks=3)
     measured = fit_runs([run_dir], read_profile("h100"), Lengths(6.0)).measured
     copied = 4 * measured.parameters
     assert measured.copy.at(copied) == pytest.approx(0.1)
@@ -286,10 +239,7 @@ def test_runs_of_several_models_and_without_rows_are_refused(capsys, tmp_path):
 @pytest.mark.parametrize(
     "words, said",
     [
-        (
-            ["trainer.compute_dtype=bfloat16"],
-            "model.dtype=float32 is not trainer.compute_dtype=bfloat16",
-        ),
+        (["trainer.compute_dtype=bfloat16"], "float32 is not trainer.compute_dtype=bfloat16"),
         (["generator.quantize=int8"], "generator.quantize=int8 has a dtype of its own"),
         (["placement.trainer=[0,1]"], "2 trainer ranks send each other messages"),
         (["placement.trainer=[0]", "generator.tensor_parallel=2"], "generator.tensor_parallel=2: "),
@@ -310,53 +260,9 @@ def test_ten_synchronous_steps_are_a_probe(capsys, tmp_path):
     for groups in (4, 8):
         runs.append(str(tmp_path / str(groups)))
         words = [f"groups_per_step={groups}", "max_lag=0", "max_steps=10", "eval.every=0"]
-        done = subprocess.run(
-            [sys.executable, "recipes/llama_async.py", *words, f"run_dir={runs[-1]}"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-        assert done.returncode == 0, done.stderr
+        run_python("recipes/llama_async.py", *words, f"run_dir={runs[-1]}", timeout_s=600)
     file = tmp_path / "mine.yaml"
     status, out, err = run(capsys, "fit", *runs, f"sheet={file}", "prompt_tokens=5")
     assert (status, err) == (0, "")
     assert "eta_t(b)" in out and "eta_g(b)" in out
-    words = [TINY, *SIZES, f"sheet={file}", "model.dtype=float32", "--gpus", "2"]
-    assert run(capsys, "search", *words)[0] == 0
-
-
-# --- placement.sheet: ranks that the planner chooses for a job ---
-
-NUM_RANKS = 16
-
-
-def test_a_sheet_splits_all_kinds_of_ranks_without_overlap():
-    config = compose_config(["placement.sheet=h100"])
-    planned, words = planned_placement(config, NUM_RANKS)
-    assert "s a step by h100" in words
-    placed = placement_of(planned, NUM_RANKS)
-    trainer, generator = placed["trainer"], placed["generator"]
-    assert trainer and generator and not set(trainer) & set(generator)
-    assert set(trainer) | set(generator) <= set(range(NUM_RANKS))
-    assert config.groups_per_step % len(trainer) == 0
-
-
-def test_longer_completions_get_the_generator_more_ranks():
-    found = {}
-    for tokens in (8, 2048):
-        words = ["placement.sheet=h100", f"max_new_tokens={tokens}"]
-        planned, _ = planned_placement(compose_config(words), NUM_RANKS)
-        found[tokens] = len(planned.placement.trainer or ())
-    assert found[2048] < found[8]
-
-
-@pytest.mark.parametrize("words, ranks", [([], NUM_RANKS), (["placement.sheet=h100"], 1)])
-def test_without_a_sheet_or_on_one_rank_nothing_is_planned(words, ranks):
-    config = compose_config(words)
-    assert planned_placement(config, ranks) == (config, "")
-
-
-def test_a_sheet_that_is_not_there_is_named():
-    with pytest.raises((ValueError, OSError), match="h101"):
-        planned_placement(compose_config(["placement.sheet=h101"]), NUM_RANKS)
+    assert run(capsys, *ON_TWO, TINY, *SIZES, f"sheet={file}", "model.dtype=float32")[0] == 0

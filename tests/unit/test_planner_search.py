@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl.memory import GIB
-from llamarl.models.config import ModelConfig
 from llamarl.planner.costs import Costs, GeneratorPlan, Numerics, Split, StepWork, TrainerPlan
 from llamarl.planner.predict import Predictor, best_split
 from llamarl.planner.profile import Assumption, read_profile
@@ -21,10 +20,9 @@ from llamarl.planner.search import (
     search,
     shortest,
 )
+from tests.build.model_config import model_config
 
-# About 1 B parameters: 2 GiB of weights in bfloat16, 15 GiB of weights, moments and gradients.
-MODEL = ModelConfig(
-    architecture="LlamaForCausalLM",
+MODEL = model_config(
     vocab_size=32000,
     hidden_size=2048,
     intermediate_size=5632,
@@ -33,11 +31,7 @@ MODEL = ModelConfig(
     num_key_value_heads=4,
     head_dim=64,
     rms_norm_eps=1e-5,
-    rope_theta=1e4,
-    rope_scaling=None,
     max_position_embeddings=4096,
-    tie_word_embeddings=False,
-    attention_bias=False,
 )
 WORK = StepWork(
     groups=6,
@@ -126,9 +120,8 @@ def test_rows_are_bounded_by_what_may_be_started():
 
 def test_lag_is_one_and_overcommit_over_the_batch_within_the_bound():
     plan = Split(TrainerPlan(1, 1, 1, 1024), GeneratorPlan(1, 1, 1), overcommit=3, max_lag=4)
-    assert plan.mean_lag(6) == 1.5
-    assert replace(plan, overcommit=60).mean_lag(6) == 4.0
-    assert replace(plan, max_lag=0, overcommit=0).mean_lag(6) == 0.0
+    lags = [replace(plan, **one).mean_lag(6) for one in ({}, {"overcommit": 60})]
+    assert [*lags, replace(plan, max_lag=0, overcommit=0).mean_lag(6)] == [1.5, 4.0, 0.0]
 
 
 def test_among_steps_that_are_alike_the_least_lag_is_taken():
@@ -149,16 +142,13 @@ def test_without_need_no_group_is_started_beyond_a_batch():
     assert (found.plan.overcommit, found.mean_lag) == (0, 1.0)
 
 
-def test_more_gpus_a_layer_than_there_are_is_refused():
-    with pytest.raises(ValueError, match=r"^trainer\.tensor_parallel=4: .* there are 2$"):
-        SearchLimits(2, 40 * GIB, trainer_tensor=4)
-    assert SearchLimits(4, 40 * GIB, trainer_tensor=4).trainer_tensor == 4
-
-
-def test_what_is_given_is_kept_to():
+def test_what_is_given_is_kept_to_and_more_gpus_a_layer_than_there_are_are_refused():
     limits = SearchLimits(8, 40 * GIB, overcommit=2, trainer_tensor=2, generator_tensor=4)
     plan = search(predictor(), limits).asynchronous.plan
     assert (plan.trainer.tensor, plan.generator.tensor, plan.overcommit) == (2, 4, 2)
+    with pytest.raises(ValueError, match=r"^trainer\.tensor_parallel=4: .* there are 2$"):
+        SearchLimits(2, 40 * GIB, trainer_tensor=4)
+    assert SearchLimits(4, 40 * GIB, trainer_tensor=4).trainer_tensor == 4
 
 
 def test_a_synchronous_job_has_no_asynchronous_plan_and_one_gpu_neither():
@@ -167,11 +157,7 @@ def test_a_synchronous_job_has_no_asynchronous_plan_and_one_gpu_neither():
     alone = search(predictor(), SearchLimits(1, 60 * GIB))
     assert alone.asynchronous is None
     assert alone.synchronous.plan.sharing in ("shared", "offload")
-
-
-def test_synchronous_plans_that_share_gpus_fit_them():
-    found = search(predictor(), SearchLimits(2, 30 * GIB)).synchronous
-    assert found.bytes_of_gpu <= 30 * GIB
+    assert search(predictor(), SearchLimits(2, 30 * GIB)).synchronous.bytes_of_gpu <= 30 * GIB
 
 
 def test_what_does_not_fit_says_what_would():
@@ -193,9 +179,6 @@ def test_rows_run_out_as_their_lengths_do():
     # whose last rows count as one.
     assert tokens / 8 == pytest.approx(300, rel=0.1)
     assert sum(steps for _, steps in uneven) == pytest.approx(WORK.length_at(24 / 25))
-
-
-def test_no_length_is_beyond_the_most():
     assert WORK.length_at(1 - 1e-9) == WORK.max_new_tokens
 
 
@@ -282,11 +265,3 @@ def test_theorem_7_5(trainer, generator, m, share, left):
     synchronous = t_sync(100.0, 64.0, m, eta_t(together[0]), eta_g(together[1]))
     asynchronous = t_best(100.0, 64.0, (m, eta_t(alone[0])), (m, eta_g(alone[1])))
     assert asynchronous <= synchronous * (1 + 1e-9)
-
-
-def test_the_gain_is_of_a_larger_b():
-    """eta = 1/b, weights of 4 on both sides, 12 in all: half of the 4 left is b = 2 for each, and
-    alone each has b = 8.
-    """
-    assert t_sync(10, 10, 1, 1 / 2, 1 / 2) == 1.0
-    assert t_best(10, 10, (1, 1 / 8), (1, 1 / 8)) == 0.25

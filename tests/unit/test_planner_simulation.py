@@ -4,9 +4,6 @@ that they are exact.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from dataclasses import replace
 
@@ -20,7 +17,7 @@ from llamarl.planner import simulate as simulating
 from llamarl.planner.__main__ import main
 from llamarl.planner.costs import Timings
 from llamarl.planner.simulate import SimulationSettings, lines_of_words, simulate
-from tests.launching import ROOT
+from tests.build.job import run_python
 
 # Two groups of two completions of 8 tokens, in one batch.
 SMALL = dict(
@@ -82,11 +79,6 @@ def test_an_asynchronous_step_is_the_longest_of_its_parts(update_s):
     assert result.steps_s[4:-3] == (max(update_s, 4.0),) * 5
 
 
-def test_two_generators_take_half_as_long():
-    shared = dict(max_lag=0, max_slots=2, num_generators=2, warmup_steps=1)
-    assert outcome(**shared).step_s == 3.0 + 4.0
-
-
 @pytest.mark.parametrize("max_lag, step_s", [(0, 1.0 + 2.0), (1, 2.0)])
 def test_generators_that_wait_share_what_may_start(max_lag, step_s):
     """Each samples one group of two rows in 2 s. One that started both groups would take 4 s."""
@@ -107,12 +99,17 @@ def test_trainers_end_a_step_together(longer, monkeypatch):
     assert step_of(update_s, num_trainers=2) == 4.0 + 1.0 + 19 / 16
 
 
-def test_scores_are_made_by_so_many_workers():
-    seconds = dict(DECODE, score_s=1.0)
-    shared = dict(max_lag=0, warmup_steps=1)
-    assert outcome(seconds, **shared).step_s == 7.0 + 4.0
-    assert outcome(seconds, **shared, num_workers=2).step_s == 7.0 + 2.0
-    assert outcome(seconds, **shared, num_workers=4).step_s == 7.0 + 1.0
+@pytest.mark.parametrize(
+    "settings, step_s",
+    [
+        ({"max_slots": 2, "num_generators": 2}, 3.0 + 4.0),  # each takes half
+        ({"score_s": 1.0}, 7.0 + 4.0),
+        ({"score_s": 1.0, "num_workers": 2}, 7.0 + 2.0),
+        ({"score_s": 1.0, "num_workers": 4}, 7.0 + 1.0),
+    ],
+)
+def test_generators_and_workers_share_their_work(settings, step_s):
+    assert outcome(**settings, max_lag=0, warmup_steps=1).step_s == step_s
 
 
 def test_a_decode_step_costs_what_its_rows_and_their_context_cost():
@@ -229,12 +226,9 @@ def test_the_governor_is_the_real_one(monkeypatch):
 
 
 def test_a_simulation_reads_no_clock(monkeypatch):
-    def refuse(*args):
-        raise AssertionError("a simulation has no time but its own")
-
     with monkeypatch.context() as patched:
         for name in ("time", "monotonic", "perf_counter", "process_time", "sleep"):
-            patched.setattr(time, name, refuse)
+            patched.setattr(time, name, None)
         result = outcome(max_lag=2, overcommit="auto", length_sigma=1.0)
     assert len(result.steps_s) == 6
 
@@ -247,18 +241,7 @@ def test_the_same_settings_give_the_same_bits_in_every_process():
         "print(repr(simulate(SimulationSettings(max_steps=9, max_lag=3, overcommit='oppo',"
         " num_generators=3, length_sigma=1, score_s=0.1, transfer_s=0.3))))"
     )
-    texts = set()
-    for hash_seed in ("1", "2"):
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONHASHSEED": hash_seed},
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        assert done.returncode == 0, done.stderr
-        texts.add(done.stdout)
+    texts = {run_python("-c", code, PYTHONHASHSEED=seed) for seed in ("1", "2")}
     assert len(texts) == 1 and "steps_s=" in texts.pop()
 
 
@@ -287,12 +270,6 @@ def test_lengths_follow_seed_and_ticket_and_have_the_mean_that_was_asked_for():
         (dict(warmup_steps=6), "warmup_steps"),
         (dict(max_lag=0, overcommit=2), "overcommit"),
         (dict(decode_s=0, update_s=0), "decode_s"),
-        # Eight groups of equal lengths end at once: enough for several steps of 0 s.
-        (
-            dict(update_s=0, groups_per_step=1, overcommit=8, max_lag=8, max_slots=16)
-            | dict(max_steps=8, warmup_steps=7),
-            "warmup_steps",
-        ),
     ],
 )
 def test_what_cannot_go_on_is_refused(changed, key):
@@ -300,11 +277,11 @@ def test_what_cannot_go_on_is_refused(changed, key):
         outcome(**changed)
 
 
-def said(capsys, *words):
-    """(status, lines that were printed, errors)"""
-    status = main(["simulate", *words])
-    captured = capsys.readouterr()
-    return status, captured.out.splitlines(), captured.err
+def test_a_mean_over_steps_of_no_seconds_is_refused():
+    """Eight groups of equal lengths end at once: enough for several steps of 0 s."""
+    ahead = dict(groups_per_step=1, overcommit=8, max_lag=8, max_slots=16)
+    with pytest.raises(ValueError, match="^warmup_steps: "):
+        outcome(update_s=0, max_steps=8, warmup_steps=7, **ahead)
 
 
 @pytest.mark.parametrize(
@@ -319,9 +296,9 @@ def said(capsys, *words):
     ],
 )
 def test_the_command_refuses_what_it_cannot_use(capsys, words, reason):
-    status, lines, err = said(capsys, *words)
-    assert (status, lines) == (2, [])
-    assert err.startswith("llamarl.planner: ") and reason in err
+    assert main(["simulate", *words]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("llamarl.planner: ") and reason in said.err
 
 
 def test_two_keys_of_several_values_make_a_table():

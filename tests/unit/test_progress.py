@@ -3,7 +3,6 @@ was expected to come to.
 """
 
 import io
-import re
 
 import pytest
 
@@ -20,23 +19,7 @@ from llamarl.observe.expected import (
     verdict,
 )
 from llamarl.observe.samples import SampleFile
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
-def plain(text):
-    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
-
+from tests.build.console import Clock, Terminal, plain
 
 # --- The time that is left ---
 
@@ -52,15 +35,12 @@ def test_the_time_left_goes_by_the_pace_of_the_newest_readings():
     assert left.of(10) == 10.0
     left.note(5, 200.0)  # it begins anew
     assert left.of(10) is None
-
-
-def test_the_time_left_does_not_go_by_an_evaluation_that_ended_after_the_next_step():
-    left = TimeLeft()
-    left.note(0, 35.6)  # the end of the first evaluation, during which step 1 was trained
-    left.note(1, 21.3)
-    assert left.of(39) is None
-    left.note(2, 31.3)
-    assert left.of(38) == pytest.approx(380.0)
+    late = TimeLeft()
+    late.note(0, 35.6)  # the end of the first evaluation, during which step 1 was trained
+    late.note(1, 21.3)
+    assert late.of(39) is None
+    late.note(2, 31.3)
+    assert late.of(38) == pytest.approx(380.0)
 
 
 @pytest.mark.parametrize(
@@ -72,8 +52,7 @@ def test_a_time_is_short(seconds, want):
 
 
 def test_a_pipe_gets_a_line_now_and_then_and_short_work_none():
-    out = io.StringIO()
-    clock = Clock()
+    out, clock = io.StringIO(), Clock()
     with Progress("answers", 100, unit="completions", stream=out, clock=clock) as progress:
         for _ in range(25):
             clock.now += 1.0
@@ -89,8 +68,7 @@ def test_a_pipe_gets_a_line_now_and_then_and_short_work_none():
 
 
 def test_no_time_is_foretold_by_the_first_of_those_that_are_under_way_together():
-    out = io.StringIO()
-    clock = Clock()
+    out, clock = io.StringIO(), Clock()
     with Progress("answers", 100, stream=out, clock=clock, at_once=8) as progress:
         clock.now = 60.0
         progress.advance()  # its seven fellows end now, too
@@ -100,26 +78,21 @@ def test_no_time_is_foretold_by_the_first_of_those_that_are_under_way_together()
 
 
 def test_a_terminal_gets_a_bar_that_goes_away():
-    out = Terminal()
-    clock = Clock()
+    out, clock = Terminal(), Clock()
     with Progress("answers", 4, unit="completions", stream=out, clock=clock) as progress:
         clock.now = 5.0
         progress.advance()
-        assert "answers" in out.getvalue() and "1/4 completions" in plain(out.getvalue())
-        assert "left 15s" in plain(out.getvalue())
+        for said in ("answers", "1/4 completions", "left 15s"):
+            assert said in plain(out.getvalue())
     assert out.getvalue().endswith("\x1b[2K")  # the line is empty again
 
 
 def test_a_slow_checkpoint_tells_its_parts_and_each_begins_anew():
-    out = io.StringIO()
-    clock = Clock()
+    out, clock = io.StringIO(), Clock()
     tell = CheckpointProgress(stream=out, clock=clock)
-    tell(20, 1, 4)
-    clock.now = 30.0
-    tell(20, 2, 4)
-    tell(40, 1, 4)
-    clock.now = 60.0
-    tell(40, 4, 4)
+    for now, step, part in ((0.0, 20, 1), (30.0, 20, 2), (30.0, 40, 1), (60.0, 40, 4)):
+        clock.now = now
+        tell(step, part, 4)
     assert out.getvalue().splitlines() == [
         "checkpoint of step 20  2/4 parts  left 30s",
         "checkpoint of step 40  4/4 parts",
@@ -129,29 +102,20 @@ def test_a_slow_checkpoint_tells_its_parts_and_each_begins_anew():
 # --- On the console ---
 
 
-def row(step):
-    return {"step": step, "reward/mean": 0.5, "time/wall_s": 2.0 * step}
-
-
-def test_a_plain_line_ends_with_the_time_left():
-    out = io.StringIO()
-    console = Console(max_steps=10, stream=out)
-    for step in (1, 2, 10):
-        console.write(row(step))
+def test_a_plain_line_ends_with_the_time_left_and_a_terminal_has_a_bar_under_the_table():
+    out, terminal = io.StringIO(), Terminal()
+    for stream, steps in ((out, (1, 2, 10)), (terminal, (1, 2))):
+        console = Console(max_steps=10, stream=stream)
+        for step in steps:
+            console.write({"step": step, "reward/mean": 0.5, "time/wall_s": 2.0 * step})
+        console.close()
     assert out.getvalue().splitlines() == [
         "step 1/10  reward 0.500",
         "step 2/10  reward 0.500  left 16s",
         "step 10/10  reward 0.500",
     ]
-
-
-def test_a_terminal_has_a_bar_under_the_table():
-    out = Terminal()
-    console = Console(max_steps=10, stream=out)
-    console.write(row(1))
-    console.write(row(2))
-    console.close()
-    assert "2/10 steps" in plain(out.getvalue()) and "left 16s" in plain(out.getvalue())
+    shown = plain(terminal.getvalue())
+    assert "2/10 steps" in shown and "left 16s" in shown
 
 
 def test_every_so_many_steps_the_newest_sample_is_shown_once(tmp_path):
@@ -176,15 +140,8 @@ def test_every_so_many_steps_the_newest_sample_is_shown_once(tmp_path):
 
 
 def stage(name, first, last, mean, within):
-    return Stage(
-        name=name,
-        column="eval/accuracy",
-        first=first,
-        last=last,
-        mean=mean,
-        within=within,
-        otherwise=f"look at {name}",
-    )
+    where = {"column": "eval/accuracy", "first": first, "last": last}
+    return Stage(name=name, **where, mean=mean, within=within, otherwise=f"look at {name}")
 
 
 EXPECTED = Expectation(
@@ -210,16 +167,10 @@ def test_the_first_stage_that_differs_is_named(values, said):
 
 
 @pytest.mark.parametrize(
-    "override, is_known",
-    [
-        ("seed=3", True),
-        ("placement.trainer=[0]", True),
-        ("lr=1e-4", False),
-    ],
+    "override, is_known", [("seed=3", True), ("placement.trainer=[0]", True), ("lr=1e-4", False)]
 )
 def test_an_expectation_holds_only_for_its_settings(override, is_known):
-    found = expectation_of(default_config(overrides=[override]))
-    assert (found is not None) == is_known
+    assert (expectation_of(default_config(overrides=[override])) is not None) == is_known
 
 
 def test_every_expectation_is_of_settings_that_there_are():

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 
 import pytest
@@ -16,6 +15,7 @@ import pytest
 from llamarl.scoring.pool import RewardPool
 from llamarl.workers import guard
 from llamarl.workers import process as process_module
+from tests.build.user_module import write_modules
 
 DEADLINE_S = 30.0  # for waits that must end; never reached unless something is broken
 USER_MODULE = '''
@@ -64,24 +64,60 @@ def score(prompt, completion, meta):
     return 1.0
 '''
 
+SERVED = """
+from my_rewards import start
+server = start()
+def score(prompt, completion, meta):
+    return float(server.poll() is None)
+"""
+POOLS = """
+import multiprocessing, time
+from concurrent.futures import ProcessPoolExecutor
+from my_rewards import start
+
+executor = ProcessPoolExecutor(1)  # its process starts at the first call
+kept = None
+
+
+def of_executor(prompt, completion, meta):
+    return float(executor.submit(abs, -2).result())
+
+
+def of_pool(prompt, completion, meta):
+    global kept
+    kept = kept or multiprocessing.Pool(1)
+    return float(sum(kept.map(abs, [-2])))
+
+
+def of_forkserver(prompt, completion, meta):
+    with multiprocessing.get_context("forkserver").Pool(1) as own:
+        return float(sum(own.map(abs, [-2])))
+
+
+def left(prompt, completion, meta):
+    start()
+    multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,)).start()
+    return 2.0
+"""
+RANK = """
+import time
+from llamarl.scoring.pool import RewardPool
+from llamarl.scoring.scorer import text_item
+pool = RewardPool("my_rewards:score", timeout_s=1000)
+pool.start()
+pool.submit(0, text_item("", "hang", {}))
+pool.poll()
+print("at work", flush=True)
+time.sleep(1000)
+"""
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells whose a child is")
 
 
 @pytest.fixture(autouse=True)
 def user_directory(tmp_path, monkeypatch):
-    """The user's own directory, which is the current one."""
-    monkeypatch.setattr(
-        "llamarl.scoring.pool.FIRST_CALL_S", 0.0
-    )  # a first call has timeout_s, as others
-    (tmp_path / "my_rewards.py").write_text(USER_MODULE)
-    (tmp_path / "served.py").write_text(
-        "from my_rewards import start\n"
-        "server = start()\n"
-        "def score(prompt, completion, meta):\n"
-        "    return float(server.poll() is None)\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    # A first call has timeout_s, as others.
+    monkeypatch.setattr("llamarl.scoring.pool.FIRST_CALL_S", 0.0)
+    write_modules(tmp_path, monkeypatch, my_rewards=USER_MODULE, served=SERVED, pooled=POOLS)
 
 
 def started():
@@ -118,38 +154,24 @@ def test_what_an_item_leaves_running_ends_with_the_item(what, kind):
         assert pool.score([("", "none", {})])[0].kind == "score"  # by the same worker
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("what, timeout_s, count", [("die", DEADLINE_S, 3), ("hang", 3.0, 4)])
+@pytest.mark.parametrize("what, timeout_s, count", [("die", DEADLINE_S, 3), ("hang", 2.0, 4)])
 def test_what_an_item_started_ends_with_a_worker_that_dies_or_is_killed(what, timeout_s, count):
     with RewardPool("my_rewards:score", timeout_s=timeout_s) as pool:
         assert pool.score([("", what, {})])[0].kind == "error"
         assert_all_end(started(), count)
 
 
-def test_a_hanging_worker_and_what_it_started_end_with_the_rank(user_directory):
-    code = """
-    import time
-    from llamarl.scoring.pool import RewardPool
-    from llamarl.scoring.scorer import text_item
-    pool = RewardPool("my_rewards:score", timeout_s=1000)
-    pool.start()
-    pool.submit(0, text_item("", "hang", {}))
-    pool.poll()
-    print("at work", flush=True)
-    time.sleep(1000)
-    """
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    rank = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert rank.stdout.readline() == "at work\n"
-        give_up = time.monotonic() + DEADLINE_S
-        while not os.path.exists("pids") or len(started()) < 4:
-            assert time.monotonic() < give_up
-            time.sleep(0.02)
-    finally:
-        rank.kill()
-        rank.wait()
-        rank.stdout.close()
+def test_a_hanging_worker_and_what_it_started_end_with_the_rank():
+    command = [sys.executable, "-c", RANK]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rank:
+        try:
+            assert rank.stdout.readline() == "at work\n"
+            give_up = time.monotonic() + DEADLINE_S
+            while not os.path.exists("pids") or len(started()) < 4:
+                assert time.monotonic() < give_up
+                time.sleep(0.02)
+        finally:
+            rank.kill()
     assert_all_end(started(), 4)
 
 
@@ -159,43 +181,8 @@ def test_what_was_started_while_the_module_was_imported_serves_all_items():
     assert_all_end(started(), 1)
 
 
-POOLS = """
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
-
-executor = ProcessPoolExecutor(1)  # its process starts at the first call
-kept = None
-
-
-def of_executor(prompt, completion, meta):
-    return float(executor.submit(abs, -2).result())
-
-
-def of_pool(prompt, completion, meta):
-    global kept
-    kept = kept or multiprocessing.Pool(1)
-    return float(sum(kept.map(abs, [-2])))
-
-
-def of_forkserver(prompt, completion, meta):
-    with multiprocessing.get_context("forkserver").Pool(1) as own:
-        return float(sum(own.map(abs, [-2])))
-
-
-def left(prompt, completion, meta):
-    import time
-
-    from my_rewards import start
-
-    start()
-    multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,)).start()
-    return 2.0
-"""
-
-
 @pytest.mark.parametrize("name", ["of_executor", "of_pool", "of_forkserver", "left"])
-def test_pools_that_a_function_keeps_serve_all_its_calls(tmp_path, name):
-    (tmp_path / "pooled.py").write_text(POOLS)
+def test_pools_that_a_function_keeps_serve_all_its_calls(name):
     with RewardPool(f"pooled:{name}", timeout_s=DEADLINE_S, memory_mb=2048) as pool:
         outcomes = pool.score([("", "", {})] * 3)
     assert [(one.kind, one.value) for one in outcomes] == [("score", 2.0)] * 3

@@ -8,6 +8,7 @@ import pytest
 from llamarl.errors import RewardError
 from llamarl.scoring.pool import Call, Patience, RewardPool, TextItem, check_reward
 from llamarl.scoring.scorer import text_item
+from tests.build.user_module import write_modules
 
 USER_MODULE = '''
 import asyncio, resource, time
@@ -42,6 +43,10 @@ def hangs(prompt, completion, meta):
     while completion == "hang":
         time.sleep(1)
     return 1.0
+
+
+def hangs_once(prompt, completion, meta):
+    return load() if completion != "hang" else time.sleep(1000)
 
 
 _both = asyncio.Barrier(2)
@@ -90,8 +95,7 @@ meeting = Meeting()
 
 @pytest.fixture(autouse=True)
 def user_directory(tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text(USER_MODULE)
-    monkeypatch.chdir(tmp_path)
+    write_modules(tmp_path, monkeypatch, mine=USER_MODULE)
 
 
 def score(name, completions, **options):
@@ -101,16 +105,13 @@ def score(name, completions, **options):
         return pool.score(samples)
 
 
-FORMS = ("single", "batch", "several")
-
-
 def test_a_function_that_loads_in_its_first_call_is_not_killed(monkeypatch):
     """Of each form, and in each of two workers: all of them load at the same time."""
     monkeypatch.setattr("llamarl.scoring.pool.ASYNC_GRACE_S", 0.0)
     kinds = {}
     with ExitStack() as stack:
         pools = {}
-        for name, num_workers in [*((form, 1) for form in FORMS), ("single", 2)]:
+        for name, num_workers in (("single", 1), ("batch", 1), ("several", 1), ("single", 2)):
             pool = RewardPool(f"mine:{name}", timeout_s=1.0, num_workers=num_workers)
             pools[name, num_workers] = stack.enter_context(pool)
             for key in range(4):
@@ -127,11 +128,6 @@ def test_a_function_that_loads_in_its_first_call_is_not_killed(monkeypatch):
 @pytest.mark.slow
 def test_a_worker_that_comes_after_a_killed_one_is_fresh_too():
     """The second call hangs; the worker after it has to load once more, for 1.5 s."""
-    with open("mine.py", "a") as file:
-        file.write(
-            "\ndef hangs_once(prompt, completion, meta):\n"
-            "    return load() if completion != 'hang' else time.sleep(1000)\n"
-        )
     outcomes = score("hangs_once", ["c", "hang", "c", "c"], timeout_s=1.0)
     assert [outcome.kind for outcome in outcomes] == ["score", "error", "score", "score"]
 
@@ -194,16 +190,14 @@ def test_the_limit_on_cpu_time_leaves_a_first_call_its_patience():
 
 
 def test_async_calls_are_under_way_at_the_same_time_in_one_worker():
-    outcomes = score("meets", ["meet", "a", "meet", "b"], timeout_s=60.0)
-    assert [(outcome.kind, outcome.value) for outcome in outcomes] == [("score", 1.0)] * 4
+    """The next call has the same loop, to which what the function keeps open is bound."""
     samples = [("p", "meet", {})] * 2
-    with RewardPool("mine:meets_in_batch", timeout_s=60.0) as pool:
-        assert [outcome.value for outcome in pool.score(samples)] == [1.0, 1.0]
-        # The next call has the same loop, to which what the function keeps open is bound.
-        assert [outcome.value for outcome in pool.score(samples)] == [1.0, 1.0]
-    with RewardPool("mine:meets", timeout_s=60.0) as pool:
-        for _ in range(2):
-            assert [outcome.value for outcome in pool.score(samples)] == [1.0, 1.0]
+    for name in ("meets", "meets_in_batch"):
+        with RewardPool(f"mine:{name}", timeout_s=60.0) as pool:
+            for _ in range(2):
+                assert [outcome.value for outcome in pool.score(samples)] == [1.0, 1.0]
+    # An instance whose call is async.
+    assert [one.value for one in score("meeting", ["meet", "a", "meet", "b"])] == [1.0] * 4
 
 
 def test_an_async_outcome_is_told_before_slower_ones_of_its_batch_are(tmp_path):
@@ -228,8 +222,7 @@ def test_an_async_call_that_overruns_or_raises_costs_itself_alone(monkeypatch):
     monkeypatch.setattr("llamarl.scoring.pool.FIRST_CALL_S", 0.0)
     completions = ["a", "wait", "raise", "exit", "gives up", "b"]
     outcomes = score("meets", completions, timeout_s=1.0)
-    kinds = [outcome.kind for outcome in outcomes]
-    assert kinds == ["score", "error", "error", "error", "error", "score"]
+    assert [outcome.kind for outcome in outcomes] == ["score", *["error"] * 4, "score"]
     assert outcomes[1].reason.startswith("took longer than reward.timeout_s=1")
     assert "KeyError: 'no'" in outcomes[2].reason and "SystemExit: 3" in outcomes[3].reason
     # A limit of the user's own is not the pool's.
@@ -243,10 +236,3 @@ def test_an_async_call_that_does_not_yield_is_killed_and_costs_itself_alone(monk
     outcomes = score("meets", ["a", "spin", "b", "c"], timeout_s=1.5)
     assert [outcome.kind for outcome in outcomes] == ["score", "error", "score", "score"]
     assert "took longer than reward.timeout_s=1.5" in outcomes[1].reason
-
-
-def test_an_instance_whose_call_is_async_is_an_async_function(monkeypatch):
-    monkeypatch.setattr("llamarl.scoring.pool.FIRST_CALL_S", 20.0)
-    # One of two calls waits for the other.
-    outcomes = score("meeting", ["meet", "meet"], timeout_s=20.0)
-    assert [outcome.kind for outcome in outcomes] == ["score", "score"]

@@ -6,6 +6,7 @@ from llamarl.scoring.pool import RewardPool, check_reward
 from llamarl.scoring.scorer import text_item
 from llamarl.tasks.forms import batched, form_of, with_sampled
 from llamarl.types import Outcome
+from tests.build.user_module import write_modules
 
 USER_MODULE = '''
 import time
@@ -123,11 +124,9 @@ def needs_more(prompts, completions, metas, more):
 
 @pytest.fixture(autouse=True)
 def user_directory(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "llamarl.scoring.pool.FIRST_CALL_S", 0.0
-    )  # a first call has timeout_s, as others
-    (tmp_path / "my_rewards.py").write_text(USER_MODULE)
-    monkeypatch.chdir(tmp_path)
+    # A first call has timeout_s, as others.
+    monkeypatch.setattr("llamarl.scoring.pool.FIRST_CALL_S", 0.0)
+    write_modules(tmp_path, monkeypatch, my_rewards=USER_MODULE, kinds=KINDS_OF_SCORES)
 
 
 def score(name, samples, **options):
@@ -144,9 +143,7 @@ def values(name, samples, **options):
 def test_a_function_over_completions_gets_those_of_one_prompt_in_one_call():
     samples = [("p", "a", {"n": 1}), ("q", "aaa", {}), ("p", "aa", {"n": 1}), ("q", "a", {})]
     assert values("rank", samples) == [0, 1, 1, 0]
-
-
-def test_a_mark_says_it_where_the_names_do_not():
+    # A mark says it where the names do not.
     assert values("count", [("p", str(i), {}) for i in range(3)]) == [3, 3, 3]
     assert form_of(batched(lambda a, b, c: [])) == "batch"
     assert form_of(lambda prompt, completion, meta: 0.0) == "single"
@@ -167,19 +164,16 @@ def test_a_group_waits_until_it_is_released():
         assert {key: outcome.value for key, outcome in outcomes.items()} == {0: 0, 1: 1}
 
 
-@pytest.mark.parametrize(
-    "what, reason",
-    [
-        ("none", "returned NoneType None; need a list of 5, one for each completion"),
-        ("short", "returned 1 values for 5 completions"),
-        ("text", "returned str '12'; need a list of 5"),
-        ("no such", "KeyError: 'no such'"),
-    ],
-)
-def test_what_is_no_list_of_the_right_length_is_an_error_of_each(what, reason):
-    outcomes = score("odd", [("p", str(i), {"what": what}) for i in range(5)])
-    assert [outcome.kind for outcome in outcomes] == ["error"] * 5
-    assert all(reason in outcome.reason for outcome in outcomes)
+def test_what_is_no_list_of_the_right_length_is_an_error_of_each():
+    said = {
+        "none": "returned NoneType None; need a list of 5, one for each completion",
+        "short": "returned 1 values for 5 completions",
+        "text": "returned str '12'; need a list of 5",
+        "no such": "KeyError: 'no such'",
+    }
+    samples = [(what, str(i), {"what": what}) for what in said for i in range(5)]
+    for (what, _, _), outcome in zip(samples, score("odd", samples), strict=True):
+        assert outcome.kind == "error" and said[what] in outcome.reason
 
 
 def test_each_value_of_a_list_is_judged_by_itself():
@@ -202,22 +196,19 @@ def test_the_time_limit_of_a_call_is_that_of_each_completion():
     assert values("slow", [("p", str(i), {}) for i in range(8)], timeout_s=0.7) == [1.0] * 8
 
 
-def test_a_function_of_trls_form_gets_the_meta_as_columns():
+def test_a_function_of_trls_form_gets_the_meta_as_columns_and_takes_what_it_names():
     meta = {"answer": "2", "level": 3, "prompt": "1+1="}
     outcomes = score("trl", [("1+1=", text, meta) for text in ("2", "3", "skip")])
     assert [outcome.kind for outcome in outcomes] == ["score", "score", "abstain"]
     assert [outcome.value for outcome in outcomes[:2]] == [1.0, 0.0]
+    assert values("trl_narrow", [("p", "c", {"answer": "x"})]) == [1.0]
+    assert values("trl_later", [("p", "c", {}), ("p", "d", {})]) == [2.0, 2.0]
+    assert values("trl_awaitable", [("p", "c", {})]) == [3.0]
 
 
 def test_a_function_of_trls_form_gets_messages_where_the_prompt_was_a_chat():
     samples = [("1+1=", "2", {}), ("1+1=", "3", {})]
     assert values("trl_chat", samples, chat=True, system_prompt="Be brief.") == [2, 3]
-
-
-def test_a_function_of_trls_form_takes_what_it_names_and_may_be_async():
-    assert values("trl_narrow", [("p", "c", {"answer": "x"})]) == [1.0]
-    assert values("trl_later", [("p", "c", {}), ("p", "d", {})]) == [2.0, 2.0]
-    assert values("trl_awaitable", [("p", "c", {})]) == [3.0]
 
 
 def sampled(text, token_ids, *, ended=True, **meta):
@@ -231,37 +222,31 @@ def test_what_was_sampled_reaches_every_form():
     assert values("raw", samples) == [1, 0]
     assert values("trl_tokens", samples) == [-2, -3]
     assert values("lengths", samples) == [7, 21]  # one call: both are of one prompt
-    assert samples[1][2]["sampled"] == {
-        "num_tokens": 3,
-        "ended": False,
-        "raw_text": "b c",
-        "token_ids": [6, 7, 8],
-    }
+    given = {"num_tokens": 3, "ended": False, "raw_text": "b c", "token_ids": [6, 7, 8]}
+    assert samples[1][2]["sampled"] == given
     with pytest.raises(ValueError, match='the key "sampled" is where'):
         sampled("a", [2], sampled="mine")
 
 
 def test_a_function_of_verls_form_is_called_as_verl_calls_it():
+    """extra_info may be a JSON text, and is named where it is neither that nor a mapping."""
     of_verl = {"reward_model": {"style": "rule", "ground_truth": "4"}, "answer": "so 4"}
+    known = {"answer": "4"}
     samples = [
-        ("2+2=", "4", {"answer": "4", "data_source": "sums"}),
-        ("2+2=", "5", {"answer": "4"}),
+        ("2+2=", "4", known | {"data_source": "sums"}),
+        ("2+2=", "5", known),
         ("2+2=", "4", of_verl | {"extra_info": {"index": 3}}),
         ("2+2=", "4", of_verl | {"data_source": "mapping"}),
+        ("2+2=", "4", known | {"extra_info": '{"index": 3}'}),
+        ("2+2=", "4", known | {"extra_info": ""}),
     ]
-    assert values("compute_score", samples) == [1.0, 0.0, 31.0, 0.5]
+    assert values("compute_score", samples) == [1.0, 0.0, 31.0, 0.5, 31.0, 1.0]
     assert values("verl_later", [sampled("abc", [5, 2], answer="4")]) == [5.0]
-    (outcome,) = score("compute_score", [("2+2=", "4", {})])
-    assert "no ground_truth: the row has no answer and no reward_model.ground" in outcome.reason
-
-
-def test_extra_info_may_be_a_json_text_and_is_named_where_it_is_neither():
-    for text in ('{"index": 3}', ""):
-        row = {"answer": "4", "extra_info": text}
-        assert values("compute_score", [("2+2=", "4", row)]) == [31.0 if text else 1.0]
-    for wrong in ("index 3", "[3]", [3]):
-        (outcome,) = score("compute_score", [("q", "4", {"answer": "4", "extra_info": wrong})])
+    wrong = [known | {"extra_info": one} for one in ("index 3", "[3]", [3])]
+    *others, absent = score("compute_score", [("q", "4", meta) for meta in (*wrong, {})])
+    for outcome in others:
         assert outcome.kind == "error" and "the row's extra_info" in outcome.reason
+    assert "no ground_truth: the row has no answer and no reward_model.ground" in absent.reason
 
 
 KINDS_OF_SCORES = """
@@ -286,9 +271,8 @@ def batch(prompts, completions, metas):
 
 
 @pytest.mark.parametrize("form", ["mapping", "batch"])
-def test_what_counts_as_a_number(tmp_path, form):
+def test_what_counts_as_a_number(form):
     """Alone, in a mapping or in a list. A value that is none is an error of its own completion."""
-    (tmp_path / "kinds.py").write_text(KINDS_OF_SCORES)
     wanted = {"bool": 1.0, "0-d": 0.5, "one": 2.0, "int": 3.0, "tensor": 1.5}
     refused = ("several", "empty", "text", "decimal", "inf")
     samples = [("q", name, {"answer": "4"}) for name in (*wanted, *refused)]
