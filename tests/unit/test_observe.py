@@ -302,10 +302,10 @@ def play(metrics, steps, *, every, eval_delay=2):
 
 
 def without_timing(tmp_path):
-    return [
-        {name: value for name, value in row.items() if not is_timing(name)}
-        for row in rows_in(tmp_path)
-    ]
+    found = []
+    for row in rows_in(tmp_path):
+        found.append({name: value for name, value in row.items() if not is_timing(name)})
+    return found
 
 
 @pytest.mark.parametrize("killed_at, torn", [(5, False), (8, True)])
@@ -648,7 +648,8 @@ class Page(html.parser.HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.images, self.links, self.words = [], [], []
+        self.images, self.links = [], []
+        self.words = []
         self.handle_data = self.words.append
         self.feed(text)
 

@@ -1,5 +1,7 @@
 """Reward functions over all completions of a prompt: their own form, and TRL's."""
 
+import itertools
+
 import pytest
 
 from llamarl.scoring.pool import RewardPool, check_reward
@@ -171,7 +173,7 @@ def test_what_is_no_list_of_the_right_length_is_an_error_of_each():
         "text": "returned str '12'; need a list of 5",
         "no such": "KeyError: 'no such'",
     }
-    samples = [(what, str(i), {"what": what}) for what in said for i in range(5)]
+    samples = [(what, str(i), {"what": what}) for what, i in itertools.product(said, range(5))]
     for (what, _, _), outcome in zip(samples, score("odd", samples), strict=True):
         assert outcome.kind == "error" and said[what] in outcome.reason
 
