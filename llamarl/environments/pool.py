@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -182,14 +183,16 @@ class EnvironmentPool(WorkerPool[EnvironmentCall]):
         self._drop_forgotten(worker)
         match message:
             case [int(number), ["error", str() as said], float(finished_at)] if (
-                number == self._expected(worker)
+                number == self._expected(worker) and 0.0 <= finished_at <= time.monotonic()
             ):
                 call = self._answered(worker, finished_at)
                 if self._is_open(call):
                     self._fail(call.key, Failure("lost", said))
                 return True
             case [int(number), ["answer", list() as said], float(finished_at)] if (
-                number == self._expected(worker) and (answer := answer_from(said))
+                number == self._expected(worker)
+                and 0.0 <= finished_at <= time.monotonic()
+                and (answer := answer_from(said))
             ):
                 self._enter(self._answered(worker, finished_at), said, answer)
                 return True

@@ -191,6 +191,8 @@ NOTHING = Answer().values
         json.dumps([2, ["answer", None], 0.0]),
         json.dumps([2, ["error", 3], 0.0]),
         json.dumps([2, ["answer", NOTHING], "now"]),
+        json.dumps([2, ["answer", NOTHING], float("inf")]),  # a deadline that never comes
+        json.dumps([2, ["error", "x"], float("nan")]),
         "[" * 2000,
     ],
 )
