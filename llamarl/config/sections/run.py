@@ -105,6 +105,9 @@ class RunSettings:
         return self.synchronous
 
 
+MOST_RANKS = 65_536  # that a dry run places; it takes half a minute
+
+
 def find_ranks(ranks: int | None, dry_run: bool, num_started: int, found: Findings) -> None:
     """Find ranks that were not started. num_started: the ranks that torchrun started."""
     if ranks is not None and not dry_run:
@@ -114,6 +117,8 @@ def find_ranks(ranks: int | None, dry_run: bool, num_started: int, found: Findin
             "ranks",
             "dry_run",
         )
+    if ranks is not None and ranks > MOST_RANKS:
+        found.add(f"a dry run places at most {MOST_RANKS:,} ranks", "ranks")
     if ranks is not None and num_started > 1:
         found.add(
             f"this dry run has {num_started} ranks already; start it in one process, without "
