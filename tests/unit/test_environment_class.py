@@ -8,6 +8,7 @@ from typing import Literal
 
 import pytest
 
+from benchmarks.games import HigherLower
 from llamarl.environments.calls import Unreadable, json_calls, word_calls
 from llamarl.environments.worker import Played
 from llamarl.tasks.environment_class import (
@@ -175,22 +176,14 @@ def textarena():
 
 
 def test_what_is_not_installed_names_its_extra(monkeypatch):
-    import llamarl.tasks.environment_class as foreign
-
     def absent(module):
         raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
-    monkeypatch.setattr(foreign.importlib, "import_module", absent)
-    with pytest.raises(NoFunction, match=r"pip install 'llamarl\[textarena\]'"):
-        import_environment("textarena:GuessTheNumber-v0")
-    with pytest.raises(NoFunction, match=r"pip install 'llamarl\[verifiers\]'"):
-        import_environment("verifiers:tests.tasksets:Sums")
-
-
-def test_a_users_own_module_is_imported_as_ever():
-    from tests.games import Shop
-
-    assert import_environment("tests.games:Shop") is Shop
+    monkeypatch.setattr("importlib.import_module", absent)
+    for path in ("textarena:GuessTheNumber-v0", "verifiers:tests.tasksets:Sums"):
+        extra = path.partition(":")[0]
+        with pytest.raises(NoFunction, match=rf"pip install 'llamarl\[{extra}\]'"):
+            import_environment(path)
 
 
 def test_a_game_of_textarena_is_won_by_halving():
@@ -238,3 +231,35 @@ def test_a_taskset_of_verifiers_asks_and_scores_an_answer():
         assert answer.done and answer.messages == []
         # The sum has weight 2, and an answer in digits 0.5.
         assert answer.reward == (2.5 if right else 0.5)
+
+
+# --- The game of benchmarks/games.py that a study has a model learn ---
+
+
+def guesses(number):
+    """A game of this number: a guess becomes (the answer, whether it is over, the reward)."""
+    game = HigherLower()
+    game.init()
+    game.number = number
+    return lambda guess: game.step({"role": "assistant", "content": guess})
+
+
+@pytest.mark.parametrize("number", [1, 6, HigherLower.LARGEST])
+def test_every_number_is_found_by_halves(number):
+    low, high = 1, HigherLower.LARGEST
+    guess = guesses(number)
+    for _ in range(HigherLower.MOST_GUESSES):
+        middle = (low + high) // 2
+        answer, is_over, reward = guess(str(middle))
+        if is_over:
+            break
+        low, high = (middle + 1, high) if answer == "Higher." else (low, middle - 1)
+    assert is_over and reward == 1.0
+
+
+def test_a_game_ends_after_its_last_guess_and_says_what_is_no_number():
+    guess = guesses(9)
+    told = [guess(word) for word in ("12", "five", "3.", "10")]
+    assert [answer for answer, _, _ in told] == ["Lower.", "Say a number.", "Higher.", "Lower."]
+    assert [is_over for _, is_over, _ in told] == [False, False, False, True]
+    assert told[-1][2] == 0.0

@@ -40,10 +40,11 @@ def answers(pool):
     return found
 
 
-def call(name, *arguments):
-    """A policy's turn that calls a tool with words."""
-    called = {"type": "function", "function": {"name": name, "arguments": list(arguments)}}
-    return {"role": "assistant", "content": "", "tool_calls": [called]}
+def call(name, *words, **arguments):
+    """A policy's turn that calls a tool, with words or with JSON."""
+    given = {"name": name, "arguments": arguments or list(words)}
+    called = [{"type": "function", "function": given}]
+    return {"role": "assistant", "content": "", "tool_calls": called}
 
 
 def said(answer):
@@ -51,10 +52,22 @@ def said(answer):
     return [message["content"] for message in answer.messages]
 
 
+def begin(pool, seeds="a", **row):
+    """Begin a game of each seed; what they say."""
+    for key, seed in enumerate(seeds):
+        pool.begin(key, row, seed=seed)
+    return [said(answer) for _, answer in sorted(answers(pool).items())]
+
+
+def told(pool, turn, key=0):
+    """What a game says to a turn."""
+    pool.step(key, turn)
+    return said(answers(pool)[key])
+
+
 def test_a_dialogue_is_played_turn_by_turn(pool_of):
     pool = pool_of("Echo")
-    pool.begin(0, {}, seed="a")
-    assert said(answers(pool)[0]) == ["12+"]
+    assert begin(pool) == [["12+"]]
     for turn, (want, done) in enumerate([("2=", False), ("4=", False), ("6=", True)]):
         pool.step(0, {"role": "assistant", "content": "x"})
         answer = answers(pool)[0]
@@ -65,73 +78,45 @@ def test_a_dialogue_is_played_turn_by_turn(pool_of):
 
 def test_tools_answer_and_what_they_raise_is_an_answer(pool_of):
     pool = pool_of("Shop")
-    pool.begin(0, {"prompt": "1+1=", "more": " now"}, seed="a")
-    assert said(answers(pool)[0]) == [" now"]
+    assert begin(pool, prompt="1+1=", more=" now") == [[" now"]]
+    there_is = "add, broken, die, hang, hoard, leave, throw"
     for turn, want in (
         (call("add", "3", "4"), "7"),
         (call("add", "3"), "{'error': \"missing a required argument: 'second'\"}"),
         (call("ad", "3", "4"), "7"),
-        (
-            call("sell"),
-            "{'error': 'there is no tool sell; there is add, broken, die, hang, hoard, "
-            "leave, throw'}",
-        ),
+        (call("sell"), f"{{'error': 'there is no tool sell; there is {there_is}'}}"),
         (call("broken"), "{'error': 'sold out'}"),
     ):
-        pool.step(0, turn)
-        assert said(answers(pool)[0]) == [want]
+        assert told(pool, turn) == [want]
     pool.step(0, call("leave"))
     assert answers(pool)[0].stopped
     pool.end(0)
     assert answers(pool)[0].reward == 2.0
 
 
-def call_in_json(name, **arguments):
-    """A policy's turn that calls a tool with JSON."""
-    called = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    return {"role": "assistant", "content": "", "tool_calls": [called]}
-
-
 def test_only_words_may_cut_a_name_off(pool_of):
     pool = pool_of("Waiting")
-    pool.begin(0, {}, seed="a")
-    answers(pool)
+    begin(pool)
     for name in ("as", ""):
-        pool.step(0, call_in_json(name, number=3))
-        assert said(answers(pool)[0]) == [f"{{'error': 'there is no tool {name}; there is ask'}}"]
-    pool.step(0, call("as", "3"))
-    assert said(answers(pool)[0]) == ["6"]
+        error = f"{{'error': 'there is no tool {name}; there is ask'}}"
+        assert told(pool, call(name, number=3)) == [error]
+    assert told(pool, call("as", "3")) == ["6"]
 
 
-@pytest.mark.parametrize(
-    "tool, arguments, want",
-    [
-        ("name_file", {}, "caf?.txt"),
-        ("repeat", {"text": "\udfff\ud800 x"}, "?? x"),
-        ("fail", {}, "{'error': '(its message raises SystemExit)'}"),
-        ("quit", {}, "{'error': 'bye'}"),
-    ],
-)
-def test_what_a_tool_says_or_raises_is_its_answer(pool_of, tool, arguments, want):
+def test_what_a_tool_says_or_raises_is_its_answer_and_a_long_one_is_cut(pool_of):
     pool = pool_of("Hostile")
-    pool.begin(0, {}, seed="a")
-    answers(pool)
-    for turn in (call_in_json(tool, **arguments), call_in_json("repeat", text="on")):
-        pool.step(0, turn)
-        assert said(answers(pool)[0]) == [want]
-        want = "on"
-
-
-def test_a_long_answer_is_cut_and_says_so(pool_of):
-    pool = pool_of("Hostile")
-    pool.begin(0, {}, seed="a")
-    answers(pool)
-    both = call_in_json("repeat", text="ab", times=1 << 20)
-    both["tool_calls"] += call_in_json("repeat", text="c")["tool_calls"]
-    pool.step(0, both)
-    long, short = said(answers(pool)[0])
-    assert long == "ab" * (1 << 16) + "... (cut, of 2097152 characters)"
-    assert short == "c"
+    begin(pool)
+    for turn, want in (
+        (call("name_file"), "caf?.txt"),
+        (call("repeat", text="\udfff\ud800 x"), "?? x"),
+        (call("fail"), "{'error': '(its message raises SystemExit)'}"),
+        (call("quit"), "{'error': 'bye'}"),
+    ):
+        assert told(pool, turn) == [want]
+        assert told(pool, call("repeat", text="on")) == ["on"]
+    both = call("repeat", text="ab", times=1 << 20)
+    both["tool_calls"] += call("repeat", text="c")["tool_calls"]
+    assert told(pool, both) == ["ab" * (1 << 16) + "... (cut, of 2097152 characters)", "c"]
 
 
 def is_there(pid):
@@ -140,12 +125,8 @@ def is_there(pid):
 
 def test_what_a_tool_leaves_running_ends_with_its_call(pool_of):
     pool = pool_of("Server")
-    own = []
-    for key in range(2):
-        pool.begin(key, {}, seed="a")
-        own += said(answers(pool)[key])
-    pool.step(0, call("leave_child"))
-    (left,) = said(answers(pool)[0])
+    own = sum(begin(pool, seeds="aa"), [])
+    (left,) = told(pool, call("leave_child"))
     assert [is_there(pid) for pid in (*own, left)] == [True, True, False]
     pool.end(0)
     answers(pool)
@@ -158,11 +139,9 @@ def test_what_a_tool_leaves_running_ends_with_its_call(pool_of):
 
 def test_a_pool_that_an_environment_keeps_serves_all_its_calls(pool_of):
     pool = pool_of("Pooled")
-    pool.begin(0, {}, seed="a")
-    answers(pool)
+    begin(pool)
     for number in (3, 4):
-        pool.step(0, call("square", number))
-        assert said(answers(pool)[0]) == [str(number**2)]
+        assert told(pool, call("square", number)) == [str(number**2)]
 
 
 @pytest.mark.parametrize(
@@ -198,21 +177,16 @@ NOTHING = Answer().values
 )
 def test_a_line_that_no_worker_writes_ends_one_environment_alone(pool_of, line):
     pool = pool_of("Hostile")
-    for key in range(2):
-        pool.begin(key, {}, seed="a")
-    answers(pool)
-    pool.step(0, call_in_json("forge", line=line))
+    begin(pool, seeds="aa")
+    pool.step(0, call("forge", line=line))
     failure = answers(pool)[0]
     assert isinstance(failure, Failure) and "what it was not asked" in failure.reason
-    pool.step(1, call_in_json("repeat", text="on"))
-    assert answers(pool)[1].messages[0]["content"] == "on"
+    assert told(pool, call("repeat", text="on"), key=1) == ["on"]
     assert pool.num_replayed == 1
 
 
 def test_a_factory_may_be_a_function(pool_of):
-    pool = pool_of("make_shop")
-    pool.begin(0, {}, seed="a")
-    assert said(answers(pool)[0]) == []
+    assert begin(pool_of("make_shop")) == [[]]
 
 
 def throw(pool, keys):
@@ -223,14 +197,11 @@ def throw(pool, keys):
 
 def test_games_of_a_seed_throw_the_same_dice_whoever_plays_beside_them(pool_of):
     alone = pool_of("Shop")
-    alone.begin(0, {}, seed="a")
-    answers(alone)
+    begin(alone)
     first, second = throw(alone, [0])[0], throw(alone, [0])[0]
     assert first != second
     together = pool_of("Shop")
-    for key, seed in enumerate("aab"):
-        together.begin(key, {}, seed=seed)
-    answers(together)
+    begin(together, seeds="aab")
     thrown = throw(together, [0, 1, 2])
     assert thrown[0] == thrown[1] == first != thrown[2]
     throw(together, [2])
@@ -247,9 +218,7 @@ def test_games_of_a_seed_throw_the_same_dice_whoever_plays_beside_them(pool_of):
 )
 def test_what_hangs_dies_or_hoards_is_lost_alone_and_the_others_go_on(pool_of, tool, kind, reason):
     pool = pool_of("Shop", timeout_s=1.0 if tool == "hang" else PATIENCE_S, memory_mb=300)
-    for key in range(3):
-        pool.begin(key, {}, seed="a")
-    answers(pool)
+    begin(pool, seeds="aaa")
     thrown = throw(pool, [0, 2])
     pool.step(1, call(tool))
     pool.step(2, call("throw"))

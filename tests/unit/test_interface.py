@@ -56,51 +56,52 @@ def network(monkeypatch):
     return given
 
 
-def chosen_by(hosts, *, store_host="head", is_one_host=False):
-    """What ranks on these hosts choose, or the error of each. They share this one's network."""
-    store = dist.HashStore()
+def on_each(count, call):
+    """What call(rank) returns on so many ranks at once, or the text of its BadNetwork."""
 
-    def rank(number: int) -> list[str] | str:
+    def rank(number: int) -> object:
         try:
-            return choose_interface(
-                store,
-                rank=number,
-                size=len(hosts),
-                host=hosts[number],
-                store_host=store_host,
-                is_one_host=is_one_host,
-            )
+            return call(number)
         except BadNetwork as error:
             return str(error)
 
-    with ThreadPoolExecutor(len(hosts)) as ranks:
-        return list(ranks.map(rank, range(len(hosts))))
+    with ThreadPoolExecutor(count) as ranks:
+        return list(ranks.map(rank, range(count)))
 
 
-def test_the_interface_is_that_of_the_way_to_the_store(network):
-    network(head=HERE)
-    name = socket.gethostname()
-    assert chosen_by(["one", "other"]) == [[f"{name} wire ({HERE})"]] * 2
-    assert os.environ[interface.VARIABLE] == "wire"
+def chosen_by(hosts, *, is_one_host=False):
+    """What ranks on these hosts choose, or the error of each. They share this one's network."""
+    store = dist.HashStore()
+
+    def choose(rank: int) -> list[str]:
+        known = {"size": len(hosts), "store_host": "head", "is_one_host": is_one_host}
+        return choose_interface(store, rank=rank, host=hosts[rank], **known)
+
+    return on_each(len(hosts), choose)
+
+
+WIRE = [f"{socket.gethostname()} wire ({HERE})"]
+
+
+@pytest.mark.parametrize(
+    "head, hosts, given, chosen, found",
+    [
+        (HERE, ["one", "other"], "", "wire", WIRE),  # that of the way to the store
+        ("127.0.1.1", ["one", "one"], "", "lo", []),  # two agents on one host
+        (None, ["one", "other"], "wire", "wire", WIRE),  # no route is looked up
+    ],
+)
+def test_the_interface_that_is_chosen(network, monkeypatch, head, hosts, given, chosen, found):
+    network(**({} if head is None else {"head": head}))
+    monkeypatch.setenv(interface.VARIABLE, given)
+    assert chosen_by(hosts) == [found] * 2
+    assert os.environ[interface.VARIABLE] == chosen
 
 
 def test_on_one_host_it_is_the_loopback_wherever_the_store_seems_to_be(network):
     network(head=HERE)
     assert chosen_by(["one", "one"], is_one_host=True) == [[], []]
     assert os.environ[interface.VARIABLE] == "lo"
-
-
-def test_of_two_agents_on_one_host_the_loopback_is_no_problem(network):
-    network(head="127.0.1.1")
-    assert chosen_by(["one", "one"]) == [[], []]
-    assert os.environ[interface.VARIABLE] == "lo"
-
-
-def test_an_interface_that_is_given_is_taken_and_no_route_looked_up(network, monkeypatch):
-    network()
-    monkeypatch.setenv(interface.VARIABLE, "wire")
-    assert "wire" in chosen_by(["one", "other"])[0][0]
-    assert os.environ[interface.VARIABLE] == "wire"
 
 
 @pytest.mark.parametrize(
@@ -153,20 +154,11 @@ def probed_by(addresses, monkeypatch):
     for number, address in enumerate(addresses):
         place = interface.Place(host=address, name=f"host{number}", interface="i", address=address)
         places.append(place)
-
-    def rank(number: int) -> str:
-        try:
-            interface._probe(store, number, len(places), places)
-        except BadNetwork as error:
-            return str(error)
-        return ""
-
-    with ThreadPoolExecutor(len(places)) as ranks:
-        return list(ranks.map(rank, range(len(places))))
+    return on_each(len(places), lambda rank: interface._probe(store, rank, len(places), places))
 
 
 def test_hosts_that_reach_each_other_say_nothing(monkeypatch):
-    assert probed_by(["127.0.0.1", "127.0.0.2", "127.0.0.2"], monkeypatch) == ["", "", ""]
+    assert probed_by(["127.0.0.1", "127.0.0.2", "127.0.0.2"], monkeypatch) == [None] * 3
 
 
 def test_a_host_that_is_not_reached_is_told_to_all(monkeypatch):
