@@ -21,9 +21,10 @@ from llamarl.inference.sampler import SamplingParams
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
 from llamarl.tasks.environment import TurnTokens
-from llamarl.types import Completion, Prompt
+from llamarl.types import Prompt
 from llamarl.words.texts import MAX_DEPTH, read_json
 from llamarl.workers.guard import line_of
+from tests.build.completion import build_completion
 from tests.made_tokenizers import CHATML, FORGETFUL, byte_level
 
 
@@ -36,29 +37,12 @@ def call_of(text):
     return f"<tool_call>{text}</tool_call>"
 
 
-FLOODS = [
-    " ",
-    "\n",
-    " ,",
-    "a ",
-    "?",
-    "\0",
-    "[",
-    '{"a":',
-    "9",
-    "\ud800",
-    "</tool_call>",
-    "<tool_call>",
-    "<|im_end|>",
-    "<|im_start|>assistant\n",
-    "{{ 7 * 7 }}",
-    call_of('{"name": "a"}'),
-]
+FLOODS = [" ", "\n", " ,", "a ", "?", "\0", "[", '{"a":', "9", "\ud800", "{{ 7 * 7 }}"]
+FLOODS += ["<tool_call>", "</tool_call>", call_of('{"name": "a"}')]
+FLOODS += ["<|im_end|>", "<|im_start|>assistant\n"]
 # Any characters, halves of surrogate pairs too.
 TEXTS = st.text(st.characters(exclude_categories=()), max_size=60)
-FLOODED = st.builds(
-    lambda flood, count: flood * count, st.sampled_from(FLOODS), st.integers(0, 900)
-)
+FLOODED = st.builds(str.__mul__, st.sampled_from(FLOODS), st.integers(0, 900))
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | TEXTS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
@@ -141,18 +125,12 @@ def test_reading_a_turn_takes_time_linear_in_its_length(read, flood):
     assert twice <= 2 * once
 
 
-@pytest.mark.parametrize("depth, is_read", [(MAX_DEPTH, True), (MAX_DEPTH + 1, False)])
-@pytest.mark.parametrize("brackets", ["[]", ('{"a":', "0}")])
-def test_json_of_others_is_read_to_a_depth_at_which_anybody_can_walk_through_it(
-    depth, is_read, brackets
-):
-    begin, end = brackets
-    text = begin * depth + end[:-1] + end[-1] * depth
-    if is_read:
-        assert read_json(text) == json.loads(text)
-        return
+@pytest.mark.parametrize("begin, middle, end", [("[", "", "]"), ('{"a":', "0", "}")])
+def test_json_of_others_is_read_to_a_depth_at_which_anybody_can_walk_through_it(begin, middle, end):
+    text = begin * MAX_DEPTH + middle + end * MAX_DEPTH
+    assert read_json(text) == json.loads(text)
     with pytest.raises(ValueError, match="nested deeper than 64"):
-        read_json(text)
+        read_json(begin + text + end)
 
 
 @pytest.mark.parametrize("opening", ["[", '{"a":', call_of("[")])
@@ -241,16 +219,8 @@ def played(kind, policy, answers, *, read="json", is_own=True, turns=None):
         contexts.append(move.context)
         ids = [*had.token_ids.tolist(), *move.context, *SAMPLED]
         mask = [*had.loss_mask.tolist(), *[False] * len(move.context), True, True]
-        had = Completion(
-            ticket=7,
-            sample_index=0,
-            prompt_ids=prompt.prompt_ids,
-            token_ids=torch.tensor(ids),
-            generator_logprobs=torch.zeros(len(ids)),
-            policy_versions=torch.zeros(len(ids), dtype=torch.int64),
-            finish_reason="stop",
-            loss_mask=torch.tensor(mask),
-        )
+        mask = torch.tensor(mask)
+        had = build_completion(7, tokens=ids, prompt=prompt.prompt_ids.tolist(), loss_mask=mask)
         dialogues.hear(key, had)
 
 

@@ -25,9 +25,8 @@ KERNELS = [torch.float32, torch.bfloat16]  # have kernels of their own
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(
-        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    ).to(dtype)
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=draw, dtype=torch.float64).to(dtype)
 
 
 def without_kernels(monkeypatch) -> None:
@@ -61,21 +60,33 @@ def check(monkeypatch, function, inputs: list[Tensor], dtype: torch.dtype) -> No
         assert float((same.double() - want).abs().max()) <= 2 * allowed
 
 
-@pytest.mark.parametrize("dtype", KERNELS)
-@pytest.mark.parametrize("dim", [5, 130])
-def test_rms_norm(monkeypatch, dtype, dim):
-    def norm(x, scale):
-        return fused.add_rms_norm(x, None, scale, 1e-5)[1]
+def norm(x, scale):
+    return fused.add_rms_norm(x, None, scale, 1e-5)[1]
 
-    check(monkeypatch, norm, [random(7, dim), random(dim, seed=1)], dtype)
+
+def stream_and_norm(x, change, scale):
+    return fused.add_rms_norm(x, change, scale, 1e-5)
+
+
+def turned(x):
+    cos, sin = Rotary(16, 1e4, None)(torch.tensor([0, 1, 2, 40, 3]), 41)
+    return fused.rotate(x, cos, sin)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_stream_and_its_norm_are_made_together(monkeypatch, dtype):
-    def both(x, change, scale):
-        return fused.add_rms_norm(x, change, scale, 1e-5)
-
-    check(monkeypatch, both, [random(7, 33), random(7, 33, seed=1), random(33, seed=2)], dtype)
+@pytest.mark.parametrize(
+    "function, inputs",
+    [
+        (norm, [random(7, 5), random(5, seed=1)]),
+        (norm, [random(7, 130), random(130, seed=1)]),
+        (stream_and_norm, [random(7, 33), random(7, 33, seed=1), random(33, seed=2)]),
+        (fused.swiglu, [4 * random(9, 37), random(9, 37, seed=1)]),
+        (turned, [random(5, 3, 16)]),
+    ],
+    ids=["short norm", "long norm", "stream and norm", "swiglu", "rotation"],
+)
+def test_a_kernel_gives_what_float64_does(monkeypatch, function, inputs, dtype):
+    check(monkeypatch, function, inputs, dtype)
 
 
 def test_the_stream_passes_a_norm_without_a_change():
@@ -85,7 +96,7 @@ def test_the_stream_passes_a_norm_without_a_change():
     assert torch.equal(h, x) and torch.equal(x.grad, torch.ones(3, 8))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", KERNELS)
 def test_a_frozen_scale_costs_no_gradient_and_changes_no_other(monkeypatch, dtype):
     sums = []
 
@@ -109,27 +120,12 @@ def test_a_frozen_scale_costs_no_gradient_and_changes_no_other(monkeypatch, dtyp
         assert sums[0] is not None and sums[1] is None
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_swiglu(monkeypatch, dtype):
-    check(monkeypatch, fused.swiglu, [4 * random(9, 37), random(9, 37, seed=1)], dtype)
-
-
 def test_swiglu_of_large_and_broken_gates():
     gate = torch.tensor([-1e30, -100.0, -50.0, 0.0, 50.0, 1e30, float("nan")])
     got = fused.swiglu(gate, torch.ones(7))
     assert got[:4].abs().max() < 1e-19
     assert got[4:6].tolist() == pytest.approx([50.0, 1e30])
     assert got[6].isnan()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rotation(monkeypatch, dtype):
-    cos, sin = Rotary(16, 1e4, None)(torch.tensor([0, 1, 2, 40, 3]), 41)
-
-    def turned(x):
-        return fused.rotate(x, cos, sin)
-
-    check(monkeypatch, turned, [random(5, 3, 16)], dtype)
 
 
 @pytest.mark.parametrize("dtype", KERNELS)
@@ -197,12 +193,8 @@ def test_packed_attention(monkeypatch, dtype, segments):
     def attended(q, k, v):
         return context.attend(0, q, k, v)
 
-    check(
-        monkeypatch,
-        attended,
-        [random(tokens, 6, 8), random(tokens, 2, 8, seed=1), random(tokens, 2, 8, seed=2)],
-        dtype,
-    )
+    heads = [random(tokens, 6, 8), random(tokens, 2, 8, seed=1), random(tokens, 2, 8, seed=2)]
+    check(monkeypatch, attended, heads, dtype)
 
 
 def test_what_is_not_a_number_stays_so_in_attention():
@@ -240,19 +232,15 @@ def test_head(monkeypatch, dtype, entropy_grad):
 
 
 @pytest.mark.bitwise("the training kernels sum alike on any number of threads")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", KERNELS)
 def test_results_do_not_depend_on_the_number_of_threads(dtype):
     before = torch.get_num_threads()
 
-    def block(x, change, scale):
-        h, y = fused.add_rms_norm(x, change, scale, 1e-5)
-        return fused.swiglu(h, y)
+    def block(*inputs):
+        return fused.swiglu(*stream_and_norm(*inputs))
 
-    inputs = [
-        random(40, 70, dtype=dtype),
-        random(40, 70, seed=1, dtype=dtype),
-        random(70, seed=2, dtype=dtype),
-    ]
+    inputs = [random(40, 70), random(40, 70, seed=1), random(70, seed=2)]
+    inputs = [x.to(dtype) for x in inputs]
     found = []
     try:
         for threads in (1, 3):
@@ -282,7 +270,7 @@ def test_segments_that_reach_outside_the_tokens_are_refused_before_a_kernel_sees
         fits.attend(0, heads, heads, heads)
 
 
-@pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compute_dtype", KERNELS)
 def test_the_weights_gradients_of_several_microbatches_carry_no_graph(compute_dtype):
     """Else each would keep what its products read, of all microbatches, until they are zeroed."""
     graphs = []
@@ -297,12 +285,7 @@ def test_the_weights_gradients_of_several_microbatches_carry_no_graph(compute_dt
     if compute_dtype != torch.float32:
         decoder.masters = Masters(decoder, decoder.layers, compute_dtype)
     boundaries = []  # of microbatches
-
-    def goes_on() -> bool:
-        boundaries.append(len(boundaries))
-        return False
-
     update = update_of(decoder, optimizer=Watched, microbatch_tokens=20)
-    update.run(groups_of(), VERSION, goes_on)
+    update.run(groups_of(), VERSION, lambda: bool(boundaries.append(0)))
     assert len(boundaries) > 2
     assert graphs == [False] * len(list(decoder.parameters()))

@@ -58,6 +58,8 @@ def test_a_copy_that_is_not_spoilt_is_taken(model):
 
 # --- config.json ---
 
+MANY_HEADS = {"head_dim": None, "num_attention_heads": 384, "num_key_value_heads": 384}
+
 
 @pytest.mark.parametrize(
     "fields, said",
@@ -74,10 +76,7 @@ def test_a_copy_that_is_not_spoilt_is_taken(model):
         ({"rope_parameters": {"rope_theta": -1.0}}, "rope_parameters.rope_theta=-1.0: need"),
         ({"rope_scaling": {"type": "linear", "factor": math.nan}}, "no finite numbers"),
         ({"rope_parameters": {"partial_rotary_factor": 2.0}}, "need a share of a head's features"),
-        (
-            {"head_dim": None, "num_attention_heads": 384, "num_key_value_heads": 384},
-            "hidden_size=192 is too small for 384 heads",
-        ),
+        (MANY_HEADS, "hidden_size=192 is too small for 384 heads"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false': need true or false"),
         ({"sliding_window": "all"}, "sliding_window='all': need a whole number"),
         ({"architectures": [5]}, "architectures=[5]: need a list of names"),
@@ -103,19 +102,16 @@ def test_a_stop_token_beyond_all_vocabularies_is_refused(model):
 # --- JSON that no parser reads ---
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", INDEX],
-)
-def test_json_that_is_nested_too_deep_is_named(model, name):
+NESTED = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", INDEX]
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_json_that_is_nested_too_deep_or_no_object_is_named(model, name):
     (model / name).write_text('{"a":' + DEEP)
     assert model_refusal(model).startswith(f"{model / name}: its JSON is nested too deep")
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
-def test_json_that_is_no_object_is_named(model, name):
-    (model / name).write_text("[]")
-    assert model_refusal(model).startswith(f"{model / name}: need a JSON object, this is list")
+    if name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (model / name).write_text("[]")
+        assert model_refusal(model).startswith(f"{model / name}: need a JSON object, this is list")
 
 
 def test_a_template_that_never_ends_is_loaded_and_not_run(model):
@@ -139,79 +135,82 @@ def write_header(file: Path, header: dict, numbers: bytes) -> None:
     file.write_bytes(struct.pack("<Q", len(text)) + text + numbers)
 
 
-@pytest.mark.parametrize(
-    "raw",
-    [struct.pack("<Q", 2**40) + b"{}", b""],
-    ids=["header of 2^40", "empty"],
-)
-def test_a_file_that_lies_about_its_header_is_refused(model, raw):
-    (model / WEIGHTS).write_bytes(raw)
-    assert f"{model / WEIGHTS}: not a whole safetensors file" in model_refusal(model)
-
-
-def test_offsets_outside_of_the_file_are_refused(model):
+def test_a_file_that_lies_about_its_header_is_refused(model):
     header, numbers = header_of(model / WEIGHTS)
     first = next(name for name in header if name != "__metadata__")
     header[first]["data_offsets"] = [0, 10**15]
     write_header(model / WEIGHTS, header, numbers)
-    assert f"{model / WEIGHTS}: not a whole safetensors file" in model_refusal(model)
+    beyond_the_file = (model / WEIGHTS).read_bytes()
+    for raw in (beyond_the_file, struct.pack("<Q", 2**40) + b"{}", b""):
+        (model / WEIGHTS).write_bytes(raw)
+        assert f"{model / WEIGHTS}: not a whole safetensors file" in model_refusal(model)
 
 
-def as_integers(file: Path) -> None:
-    """Have a file say that its numbers are integers of the same size."""
-    header, numbers = header_of(file)
+def as_integers(path: Path) -> None:
+    """Have a directory's weights say that they are integers of the same size."""
+    header, numbers = header_of(path / WEIGHTS)
     integers = {"F32": "I32", "BF16": "I16", "F16": "I16"}
     for name, entry in header.items():
         if name != "__metadata__":
             entry["dtype"] = integers[entry["dtype"]]
-    write_header(file, header, numbers)
+    write_header(path / WEIGHTS, header, numbers)
 
 
 def test_integers_are_no_weights(model):
-    as_integers(model / WEIGHTS)
+    as_integers(model)
     message = model_refusal(model)
     assert "weights do not fit config.json" in message and ": I" in message
     assert "need one of F64, F32, F16, BF16" in message
     with pytest.raises(ValueError, match="need one of F64"):
-        load_weights(build_decoder(read_config(model)), model)
+        loaded(model)
+
+
+def loaded(path: Path) -> None:
+    load_weights(build_decoder(read_config(path)), path)
+
+
+def save(path: Path, tensors: dict) -> None:
+    save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
+
+
+UP_PROJ = "model.layers.1.mlp.up_proj.weight"
 
 
 def test_weights_that_are_no_numbers_are_named_as_they_are_loaded(model):
     tensors = load_file(model / WEIGHTS)
-    name = "model.layers.1.mlp.up_proj.weight"
-    tensors[name][3, 5] = math.inf
-    save_file(tensors, model / WEIGHTS, metadata={"format": "pt"})
+    tensors[UP_PROJ][3, 5] = math.inf
+    save(model, tensors)
     with pytest.raises(BadWeights) as refused:
-        load_weights(build_decoder(read_config(model)), model)
-    assert str(refused.value).startswith(f"{model}: {name} holds 1 numbers that are NaN")
+        loaded(model)
+    assert str(refused.value).startswith(f"{model}: {UP_PROJ} holds 1 numbers that are NaN")
 
 
 def test_numbers_of_eight_bits_are_weights_and_looked_at_too(model):
-    dtype = torch.float8_e4m3fn
-    tensors = {name: tensor.to(dtype) for name, tensor in load_file(model / WEIGHTS).items()}
-    save_file(tensors, model / WEIGHTS, metadata={"format": "pt"})
-    load_weights(build_decoder(read_config(model)), model)
-    name = "model.layers.1.mlp.up_proj.weight"
-    tensors[name].view(torch.uint8)[3, 5] = 0x7F  # NaN
-    save_file(tensors, model / WEIGHTS, metadata={"format": "pt"})
-    with pytest.raises(BadWeights, match=f"{name} holds 1 numbers that are NaN"):
-        load_weights(build_decoder(read_config(model)), model)
+    stored = load_file(model / WEIGHTS).items()
+    tensors = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in stored}
+    save(model, tensors)
+    loaded(model)
+    tensors[UP_PROJ].view(torch.uint8)[3, 5] = 0x7F  # NaN
+    save(model, tensors)
+    with pytest.raises(BadWeights, match=f"{UP_PROJ} holds 1 numbers that are NaN"):
+        loaded(model)
+
+
+def lead_out(path: Path, where: str = "../outside.safetensors") -> None:
+    """Have an index say that the weights are elsewhere."""
+    with safe_open(path / WEIGHTS, "pt") as held:
+        index = {"weight_map": dict.fromkeys(held.keys(), where)}
+    shutil.move(path / WEIGHTS, path.parent / "outside.safetensors")
+    (path / INDEX).write_text(json.dumps(index))
 
 
 @pytest.mark.parametrize(
     "where", ["../outside.safetensors", "/outside.safetensors", "model\0.safetensors"]
 )
 def test_an_index_that_leads_elsewhere_is_refused(model, where):
-    with safe_open(model / WEIGHTS, "pt") as held:
-        names = list(held.keys())
-    shutil.move(model / WEIGHTS, model.parent / "outside.safetensors")
-    index = {"weight_map": dict.fromkeys(names, where)}
-    (model / INDEX).write_text(json.dumps(index))
+    lead_out(model, where)
     message = model_refusal(model)
     assert message.startswith(f"{model / INDEX}: ") and "no file of the directory" in message
-
-
-def test_an_index_that_maps_to_no_files_is_refused(model):
     (model / INDEX).write_text('{"weight_map": {"a": 5}}')
     assert f"{model / INDEX}: no weight_map" in model_refusal(model)
 
@@ -242,19 +241,17 @@ def test_a_link_out_of_the_directory_is_refused_and_never_exported(model, tmp_pa
     assert not (tmp_path / "hf" / name).exists()
 
 
-def test_whoever_opens_weights_alone_follows_no_link_out_either(model, tmp_path):
-    shutil.move(model / WEIGHTS, tmp_path / "outside")
-    (model / WEIGHTS).symlink_to(tmp_path / "outside")
-    for read in (SafetensorsDir, weights_digest, check_encoder_directory, load_tokenizer):
-        with pytest.raises(ValueError, match="a link to .* outside of the directory"):
-            read(model)
-
-
-def test_what_a_link_leads_to_is_not_told(model, tmp_path):
-    (tmp_path / "secret").write_text("root:x:0")
-    (model / "config.json").unlink()
-    (model / "config.json").symlink_to(tmp_path / "secret")
-    for read in (read_config, check_encoder_directory):
+@pytest.mark.parametrize(
+    "name, readers",
+    [
+        (WEIGHTS, (SafetensorsDir, weights_digest, check_encoder_directory, load_tokenizer)),
+        ("config.json", (read_config, check_encoder_directory)),
+    ],
+)
+def test_whoever_opens_a_file_alone_follows_no_link_out_either(model, tmp_path, name, readers):
+    shutil.move(model / name, tmp_path / "secret")
+    (model / name).symlink_to(tmp_path / "secret")
+    for read in readers:
         with pytest.raises(ValueError, match="a link to .* outside of the directory"):
             read(model)
 
@@ -282,7 +279,7 @@ def hub_cache(model: Path, folder: Path) -> Path:
 def test_a_snapshot_in_the_cache_of_the_hub_is_taken(model, tmp_path):
     snapshot = hub_cache(model, tmp_path)
     check_inputs(model_job(snapshot).inputs)
-    load_weights(build_decoder(read_config(snapshot)), snapshot)
+    loaded(snapshot)
     assert load_tokenizer(snapshot).encode("1+1=")
     (tmp_path / "linked").symlink_to(snapshot)
     check_inputs(model_job(tmp_path / "linked").inputs)
@@ -333,13 +330,7 @@ USERS = {
     "victim": (copy_tiny, "victim.path={}"),
     "critic": (copy_tiny, *OWN_CRITIC, "trainer.critic.path={}"),
     "scorer": (write_scorer, "reward=model", "reward.path={}"),
-    "encoder": (
-        write_encoder,
-        "reward=encoder",
-        "reward.path={}",
-        "reward.label=mild",
-        "reward.max_tokens=32",
-    ),
+    "encoder": (write_encoder, *ENCODER, "reward.path={}"),
     "gold": (write_scorer, "eval.gold={}"),
     "base": (copy_tiny, "eval.base={}"),
     "embedder": (write_encoder, "eval.embedder={}", "eval.num_samples=2"),
@@ -356,19 +347,8 @@ def link_out(path: Path) -> None:
     (path / "NOTICE").symlink_to(path.parent / "secret")
 
 
-def lead_out(path: Path) -> None:
-    with safe_open(path / WEIGHTS, "pt") as held:
-        index = {"weight_map": dict.fromkeys(held.keys(), "../elsewhere.safetensors")}
-    shutil.move(path / WEIGHTS, path.parent / "elsewhere.safetensors")
-    (path / INDEX).write_text(json.dumps(index))
-
-
 def pile_up(path: Path) -> None:
     change(path / "config.json", num_hidden_layers=10**7)
-
-
-def make_integers(path: Path) -> None:
-    as_integers(path / WEIGHTS)
 
 
 SAID = {
@@ -376,11 +356,11 @@ SAID = {
     link_out: "NOTICE: a link to",
     lead_out: "no file of the directory",
     pile_up: "num_hidden_layers=10000000: need at most",
-    make_integers: "need one of F64",
+    as_integers: "need one of F64",
 }
 # Decoders are read by one function, encoders by another; who asks for which is by hand.
 CASES = [*itertools.product(("critic", "encoder"), SAID)]
-CASES += itertools.product(USERS.keys() - {"critic", "encoder"}, (link_out, make_integers))
+CASES += itertools.product(USERS.keys() - {"critic", "encoder"}, (link_out, as_integers))
 
 
 @pytest.mark.parametrize(
@@ -392,8 +372,7 @@ def test_every_user_of_a_directory_refuses_it_at_the_start(tmp_path, user, spoil
     write(path)
     spoil(path)
     command = [override.format(path) for override in overrides]
-    kind = RED_TEAM if user == "victim" else RL
-    config = compose_config(command, kind)
+    config = compose_config(command, RED_TEAM if user == "victim" else RL)
     with pytest.raises(BadInput) as refused:
         check_inputs(Job(config, WORLD, RunDirectory(tmp_path / "run", None)).inputs)
     message = str(refused.value)
@@ -401,12 +380,11 @@ def test_every_user_of_a_directory_refuses_it_at_the_start(tmp_path, user, spoil
 
 
 def test_an_encoder_may_keep_the_numbers_of_its_positions(tmp_path):
-    write_encoder(tmp_path / "given")
-    tensors = load_file(tmp_path / "given" / WEIGHTS)
-    tensors["bert.embeddings.position_ids"] = torch.arange(40)[None]
-    save_file(tensors, tmp_path / "given" / WEIGHTS, metadata={"format": "pt"})
-    check_encoder(tmp_path / "given", "mild", 40)
-    check_sentence_encoder(str(tmp_path / "given"))
+    write_encoder(tmp_path)
+    positions = {"bert.embeddings.position_ids": torch.arange(40)[None]}
+    save(tmp_path, load_file(tmp_path / WEIGHTS) | positions)
+    check_encoder(tmp_path, "mild", 40)
+    check_sentence_encoder(str(tmp_path))
 
 
 # --- Rows ---
@@ -432,15 +410,9 @@ def test_a_row_that_cannot_be_read_is_named_by_its_line(tmp_path, line, said):
     assert last.startswith(f"{file}:") and said in last
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        b'{"prompt":"a","answer":"1","x":"\\ud800"}',
-        b'{"prompt":"a\\u0000b","answer":NaN}',
-    ],
-    ids=["surrogate in another key", "nan"],
-)
-def test_an_odd_row_that_can_be_read_is_a_row(tmp_path, line):
+def test_an_odd_row_that_can_be_read_is_a_row(tmp_path):
     file = tmp_path / "rows.jsonl"
-    file.write_bytes(line)
-    assert len(read_jsonl(file, lambda row: row_to_example(row, "prompt", "answer"))) == 1
+    file.write_bytes(
+        b'{"prompt":"a","answer":"1","x":"\\ud800"}\n{"prompt":"a\\u0000b","answer":NaN}'
+    )
+    assert len(read_jsonl(file, lambda row: row_to_example(row, "prompt", "answer"))) == 2
