@@ -2,12 +2,9 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 import yaml
-from omegaconf import OmegaConf
 
 from llamarl.config.by_model import told
 from llamarl.config.command_line import (
@@ -20,37 +17,47 @@ from llamarl.config.command_line import (
 from llamarl.config.conversion import load_config, save_config, to_values
 from llamarl.config.evaluation import EVALUATION
 from llamarl.models.config import tiny_directory
-from tests.launching import ROOT
 
 # Shapes of published config.json files, with the number of parameters that their authors print.
-LLAMA = {"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5}
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+KEYS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
 SIZES = {
-    "135 M": dict(d=576, f=1536, layers=30, heads=9, kv=3, vocab=49152, tied=True, lr=1e-5),
-    "8,030 M": dict(d=4096, f=14336, layers=32, heads=32, kv=8, vocab=128256, tied=False, lr=3e-6),
-    "70,554 M": dict(d=8192, f=28672, layers=80, heads=64, kv=8, vocab=128256, tied=False, lr=1e-6),
+    "135 M": (1e-5, {"tie_word_embeddings": True}, (576, 1536, 30, 9, 3, 49152)),
+    "8,030 M": (3e-6, {}, (4096, 14336, 32, 32, 8, 128256)),
+    "70,554 M": (1e-6, {}, (8192, 28672, 80, 64, 8, 128256)),
 }
 
 
-def write_model(folder, d, f, layers, heads, kv, vocab, tied, context=8192, **_):
-    shape = {
-        "hidden_size": d,
-        "intermediate_size": f,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        "vocab_size": vocab,
-        "tie_word_embeddings": tied,
-        "max_position_embeddings": context,
-        "rope_theta": 10000.0,
-    }
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(LLAMA | shape))
+def model_of(size, folder):
+    _, more, sizes = SIZES[size]
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA | more | dict(zip(KEYS, sizes))))
     return folder
+
+
+def rows_file(folder):
+    file = folder / "rows.jsonl"
+    file.write_text('{"prompt": "1+1=", "question": "1+1=", "answer": "#### 2"}\n' * 20)
+    return file
 
 
 @pytest.fixture
 def small(tmp_path):
-    return write_model(tmp_path / "small", **SIZES["135 M"])
+    return model_of("135 M", tmp_path / "small")
 
 
 def test_the_first_command_has_the_values_that_its_figures_were_measured_with():
@@ -68,9 +75,9 @@ def test_no_value_of_the_tiny_job_is_a_default_of_every_job():
 
 @pytest.mark.parametrize("size", SIZES)
 def test_the_rate_is_that_of_the_number_of_parameters_and_the_first_lines_say_so(size, tmp_path):
-    path = write_model(tmp_path / "model", **SIZES[size])
+    path = model_of(size, tmp_path / "model")
     config = compose_config([f"model.path={path}", "task=questions"])
-    assert config.lr == SIZES[size]["lr"]
+    assert config.lr == SIZES[size][0]
     (line,) = told(config, path)
     assert f"lr {config.lr:g} for {size} parameters" in line
     assert "warm-up 5 steps, bfloat16, 64 slots" in line
@@ -86,27 +93,15 @@ def test_a_directory_alone_is_a_model_of_hugging_face(small, kind):
     assert (alone.lr, alone.groups_per_step, alone.generator.max_slots) == (1e-5, 8, 64)
 
 
-def test_what_is_given_wins_over_what_follows_from_the_model(small):
+def test_what_is_given_and_an_experiment_win_over_what_follows_from_the_model(small, tmp_path):
     given = ("lr=3e-5", "model.dtype=float32", "trainer.warmup_steps=1", "eval.num_prompts=7")
     config = compose_config([f"model.path={small}", *given, "generator.max_slots=9"])
     assert (config.lr, config.model.dtype, config.generator.max_slots) == (3e-5, "float32", 9)
     assert (config.trainer.warmup_steps, config.eval.num_prompts) == (1, 7)
     assert "lr 3e-05 (by default 1e-05 for 135 M parameters)" in told(config, small)[0]
-
-
-def test_an_experiment_wins_over_what_follows_from_the_model(small, tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 20)
-    words = [f"model.path={small}", f"task.path={rows}", f"reward.path={small}"]
+    words = [f"model.path={small}", f"task.path={rows_file(tmp_path)}", f"reward.path={small}"]
     config = compose_config(["+experiment=tba_table3", *words])
     assert (config.lr, config.trainer.warmup_steps, config.eval.num_prompts) == (3e-6, 0, 500)
-
-
-def test_a_flag_behind_the_directory_is_read(small):
-    words = [str(ROOT / "recipes" / "llama_async.py"), f"model.path={small}", "--cfg", "job"]
-    shown = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=ROOT)
-    assert shown.returncode == 0, shown.stderr
-    assert OmegaConf.create(shown.stdout).model.dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -169,14 +164,9 @@ def test_a_task_of_the_tiny_model_is_named_for_another(small):
     assert told(compose_config([]), tiny_directory()) == []
 
 
-ROWS = '{"prompt": "1+1=", "question": "1+1=", "answer": "#### 2"}\n' * 20
-
-
 @pytest.mark.parametrize("task", ["jsonl", "hf_dataset"])
 def test_prompts_are_as_long_as_the_context_allows_and_the_first_lines_say_so(task, tmp_path):
-    file = tmp_path / "rows.jsonl"
-    file.write_text(ROWS)
-    words = [f"task={task}", f"task.path={file}"]
+    words = [f"task={task}", f"task.path={rows_file(tmp_path)}"]
     config = compose_config(words)
     assert config.longest == 256 + 256 == 512  # the tiny model's context
     (line,) = told(config, tiny_directory())
@@ -188,8 +178,7 @@ def test_prompts_are_as_long_as_the_context_allows_and_the_first_lines_say_so(ta
 
 
 def test_parts_and_held_out_sets_fit_the_context_too(small, tmp_path):
-    file = tmp_path / "rows.jsonl"
-    file.write_text(ROWS)
+    file = rows_file(tmp_path)
     part = f"task.parts={{a: {{kind: addition}}, b: {{kind: jsonl, path: {file}}}}}"
     own = [f"eval.sets.mine.path={file}", "eval.sets.mine.kind=jsonl"]
     config = compose_config(["task=mixture", part, *own])

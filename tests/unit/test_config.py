@@ -36,6 +36,7 @@ from llamarl.config.placement import TINY_MODEL
 from llamarl.config.sections.loss import LOSS_OPTIONS, declares
 from llamarl.config.supervised import SFT
 from tests.build.composing import compose, quick_compose
+from tests.build.model_directory import copy_tiny
 from tests.golden import refused
 from tests.launching import ROOT
 
@@ -133,13 +134,6 @@ def test_tests_compose_what_hydra_composes(words):
 # --- values ---
 
 
-def test_the_defaults_are_a_synchronous_or_asynchronous_addition_run_that_nothing_is_wrong_with():
-    assert complaints() == {}
-    assert complaints("max_lag=0", "overcommit=0") == {}
-    config = config_of()
-    assert (config.task.kind, config.model.path, config.overcommit) == ("addition", None, "auto")
-
-
 @pytest.mark.parametrize(
     "group",
     # Losses and experiments have tests of their own.
@@ -148,20 +142,22 @@ def test_the_defaults_are_a_synchronous_or_asynchronous_addition_run_that_nothin
 def test_every_choice_of_every_group_fits_the_schema_and_has_the_name_of_its_kind(
     group, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(
-        "llamarl.inference.vllm_engine.vllm_problem", lambda: None
-    )  # it need not be installed
+    vllm_problem = "llamarl.inference.vllm_engine.vllm_problem"
+    monkeypatch.setattr(vllm_problem, lambda: None)  # it need not be installed
     (tmp_path / "config.json").touch()
     data = [f"task.path={tmp_path}"]
-    judge = ["reward.url=http://127.0.0.1:8000/v1", "reward.model=m"]
-    needed = {"jsonl": data, "gsm8k": data, "hf_dataset": data, "judge": judge}
-    needed |= dict.fromkeys(("model", "encoder"), [f"reward.path={tmp_path}"])
-    needed |= {"parts": ["reward.parts={brief: {kind: function}}"]}
-    needed |= {"python": ["task.fn=m:f"], "mixture": ["task.parts={a: {kind: addition}}"]}
     played = ["task.environment=m:C"]
-    needed |= {"environment": played if group == "task" else ["task=environment", *played]}
-    needed |= {"adapters_off": ["trainer.lora.rank=4"]}
-    needed |= {"rows": [f"task.path={tmp_path / 'config.json'}"]}
+    needed = {
+        **dict.fromkeys(("jsonl", "gsm8k", "hf_dataset"), data),
+        **dict.fromkeys(("model", "encoder"), [f"reward.path={tmp_path}"]),
+        "judge": ["reward.url=http://127.0.0.1:8000/v1", "reward.model=m"],
+        "parts": ["reward.parts={brief: {kind: function}}"],
+        "python": ["task.fn=m:f"],
+        "mixture": ["task.parts={a: {kind: addition}}"],
+        "environment": played if group == "task" else ["task=environment", *played],
+        "adapters_off": ["trainer.lora.rank=4"],
+        "rows": [f"task.path={tmp_path / 'config.json'}"],
+    }
     for file in (CONF_DIR / group).glob("*.yaml"):
         given = [f"model.path={tmp_path}", *needed.get(file.stem, ())]
         kind = RED_TEAM if group == "victim" and file.stem != "none" else RL
@@ -181,9 +177,8 @@ def test_a_task_and_a_model_may_set_values_of_the_run(tmp_path):
     config = config_of("task=gsm8k", "task.path=train.jsonl", "model=hf", "model.path=DIR")
     assert (config.max_new_tokens, config.groups_per_step, config.lr) == (256, 8, 1e-5)
     assert config.trainer.compute_dtype == config.model.dtype == "bfloat16"
-    assert (
-        config_of("task=gsm8k", "task.path=x", "max_new_tokens=9").max_new_tokens == 9
-    )  # the command line wins
+    given = config_of("task=gsm8k", "task.path=x", "max_new_tokens=9")
+    assert given.max_new_tokens == 9, "the command line wins"
 
 
 @pytest.mark.parametrize(
@@ -211,6 +206,9 @@ def test_a_known_key_may_be_written_with_a_plus():
 def test_every_point_of_a_sweep_is_checked():
     swept = ("max_lag=0,1", "overcommit=0,8")
     assert list(complaints(*swept, multirun=True)) == ["overcommit=8 max_lag=0"]
+    swept = ("buffer=fifo,replay", "buffer.max_size=600,700")
+    assert complaints(*swept, multirun=True) == {"buffer.max_size": "only buffer=replay has it"}
+    assert complaints("buffer=replay", swept[1], multirun=True) == {}
 
 
 def test_a_config_file_that_is_absent_is_refused_with_the_way_to_give_ones_own():
@@ -218,15 +216,38 @@ def test_a_config_file_that_is_absent_is_refused_with_the_way_to_give_ones_own()
         check_command_line([], config_name="mine")
 
 
-def test_keys_of_a_users_own_config_directory_are_checked_too(tmp_path):
-    (tmp_path / "task").mkdir()
-    (tmp_path / "task" / "mine.yaml").write_text("kind: addition\npromt_key: q\n")
-    assert complaints("task=mine", config_dir=str(tmp_path)) == {
+@pytest.fixture
+def own(tmp_path):
+    """own(choice, text): the directory of a user's own conf, with this choice such as loss/mine."""
+
+    def write(choice, text):
+        file = tmp_path / f"{choice}.yaml"
+        file.parent.mkdir()
+        file.write_text(text)
+        return str(tmp_path)
+
+    return write
+
+
+def test_keys_of_a_users_own_config_directory_are_checked_too(own):
+    folder = own("task/mine", "kind: addition\npromt_key: q\n")
+    assert complaints("task=mine", config_dir=folder) == {
         "max_new_tokens": "missing; need a whole number of at least 1",
         "task.promt_key": "unknown key; did you mean task.prompt_key?",
         "task.kind=addition": "needs chat, system_prompt, max_prompt_tokens too; "
         "choose it with its keys: task=addition",
     }
+
+
+def test_an_option_of_a_loss_that_is_a_section_is_told_like_another_value(own):
+    folder = own("loss/mine", "fn: best_of_n\nlength_normalize: {a: 1}\n")
+    said = {"loss.length_normalize={'a': 1}": "need true or false"}
+    assert complaints("loss=mine", config_dir=folder) == said
+
+
+def test_a_preset_of_the_users_own_is_called_by_its_function_unless_it_has_a_name(own):
+    search = f"hydra.searchpath=[file://{own('loss/plain', 'fn: rloo')}]"
+    assert config_of(search, "loss=plain").loss.name == "rloo"
 
 
 # --- combinations ---
@@ -240,20 +261,6 @@ def test_a_null_takes_back_what_an_experiment_sets_for_another_kind(tmp_path):
     found = complaints("+experiment=tba_table3", *given)
     assert found == {f"{beta}.cut_step": f"only {beta}.kind=cut has it"}
     assert complaints("+experiment=tba_table3", *given, f"{beta}.cut_step=null") == {}
-
-
-def test_an_option_of_a_loss_that_is_a_section_is_told_like_another_value(tmp_path):
-    (tmp_path / "loss").mkdir()
-    (tmp_path / "loss" / "mine.yaml").write_text("fn: best_of_n\nlength_normalize: {a: 1}\n")
-    assert complaints("loss=mine", config_dir=str(tmp_path)) == {
-        "loss.length_normalize={'a': 1}": "need true or false"
-    }
-
-
-def test_every_point_of_a_sweep_over_kinds_is_checked():
-    swept = ["buffer=fifo,replay", "buffer.max_size=600,700"]
-    assert complaints(*swept, multirun=True) == {"buffer.max_size": "only buffer=replay has it"}
-    assert complaints("buffer=replay", swept[1], multirun=True) == {}
 
 
 @pytest.fixture
@@ -322,13 +329,6 @@ def test_a_run_is_called_by_its_preset_or_by_the_function_that_took_its_place(
     assert OmegaConf.load(tmp_path / "config.yaml").loss.name == name
 
 
-def test_a_preset_of_the_users_own_is_called_by_its_function_unless_it_has_a_name(tmp_path):
-    (tmp_path / "loss").mkdir()
-    (tmp_path / "loss" / "plain.yaml").write_text("fn: rloo")
-    search = f"hydra.searchpath=[file://{tmp_path}]"
-    assert config_of(search, "loss=plain").loss.name == "rloo"
-
-
 def test_the_constant_of_dr_grpo_may_be_that_of_the_run():
     config = config_of("loss=dr_grpo", "loss.max_tokens=${max_new_tokens}")
     assert config.loss.options["max_tokens"] == 6
@@ -348,35 +348,20 @@ def test_unfinished_completions_go_on_where_they_may_mix_versions(overrides, goe
     assert complaints(*overrides) == {} and config_of(*overrides).resumes_partials is goes_on
 
 
-def test_a_script_gets_the_checked_config_of_its_overrides():
-    assert compose_config(["max_lag=3", "run_dir='a b'"]).max_lag == 3
-    with pytest.raises(ConfigError, match="max_lags"):
-        compose_config(["max_lags=3"])
-
-
 # --- files ---
 
 
-def test_a_saved_config_is_the_config_that_is_loaded(tmp_path):
-    config = config_of(
-        "++loss.tau=0.5",
-        "placement.trainer=[0,1]",
-        "lr=1e-7",
-        'task.system_prompt="a: b, c"',
-        "run_dir=5",
-    )
-    save_config(config, tmp_path / "config.yaml")
-    assert load_config(tmp_path / "config.yaml") == config
-    assert OmegaConf.load(tmp_path / "config.yaml").trainer.compute_dtype == "float32"  # resolved
-
-
-@pytest.mark.parametrize("text", ["pay ${5}", "${seed}", r"\${seed}", "${", "${{x}}", "a\\"])
-def test_a_text_of_a_saved_config_is_read_back_as_it_was(text, tmp_path):
-    config = config_of()
+@pytest.mark.parametrize(
+    "text", ["a: b, c", "pay ${5}", "${seed}", r"\${seed}", "${", "${{x}}", "a\\"]
+)
+def test_a_saved_config_is_the_config_that_is_loaded(text, tmp_path):
+    given = ("++loss.tau=0.5", "placement.trainer=[0,1]", "lr=1e-7", "run_dir=5")
+    config = config_of(*given)
     task = dataclasses.replace(config.task, system_prompt=text)
     config = dataclasses.replace(config, task=task)
     save_config(config, tmp_path / "config.yaml")
     assert load_config(tmp_path / "config.yaml") == config
+    assert OmegaConf.load(tmp_path / "config.yaml").trainer.compute_dtype == "float32"  # resolved
 
 
 @pytest.mark.parametrize("first_line, said", [("format: 4\n", "format 4"), ("", "no format")])
@@ -422,11 +407,13 @@ def test_a_recipe_runs_typed_without_torch_and_without_files_left_behind(recipe,
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.py"]
 
 
-def test_help_has_every_key_and_cfg_the_composed_config(recipe):
-    helped, shown = recipe("--help"), recipe("--cfg", "job", "max_lag=7")
+def test_help_has_every_key_and_cfg_the_composed_config(recipe, tmp_path):
+    helped = recipe("--help")
     assert "model: hf, tiny" in helped.stdout and helped.returncode == 0
     assert "`buffer.max_size` = `100000`" in helped.stdout
-    assert OmegaConf.create(shown.stdout).max_lag == 7
+    model = copy_tiny(tmp_path / "model", num_hidden_layers=1)
+    shown = OmegaConf.create(recipe(f"model.path={model}", "max_lag=7", "--cfg", "job").stdout)
+    assert (shown.max_lag, shown.model.dtype) == (7, "bfloat16")
     assert recipe("--cfg", "job", "max_lug=7").returncode == 2
 
 
@@ -439,10 +426,8 @@ def test_a_published_setting_is_shown_without_the_files_that_its_run_needs():
 
 
 def test_multirun_runs_every_point(recipe):
-    assert [line.split()[1] for line in recipe("--multirun", "lr=1,2").stdout.splitlines()] == [
-        "1.0",
-        "2.0",
-    ]
+    lines = recipe("--multirun", "lr=1,2").stdout.splitlines()
+    assert [line.split()[1] for line in lines] == ["1.0", "2.0"]
 
 
 def test_replay_has_no_bound_on_lag_by_default():
@@ -453,10 +438,7 @@ def test_replay_has_no_bound_on_lag_by_default():
 
 def test_what_is_wrong_with_a_key_is_not_said_again_of_one_that_follows_it():
     words = ["trainer.microbatch_tokens=few", "reward=model", f"reward.path={TINY_MODEL}"]
-    with pytest.raises(ConfigError) as refused:
-        compose_config(words)
-    (problem,) = refused.value.problems
-    assert problem.where == "trainer.microbatch_tokens=few"
+    assert list(complaints(*words)) == ["trainer.microbatch_tokens=few"]
     config = compose_config(["trainer.microbatch_tokens=77", *words[1:]])
     assert config.reward.scorer.microbatch_tokens == 77
 
