@@ -1,7 +1,6 @@
 """Comparing runs: hand arithmetic on hand-made metrics files; what cannot be compared is said."""
 
 import functools
-import importlib
 import json
 import math
 import struct
@@ -10,21 +9,13 @@ import pytest
 
 from llamarl.config.command_line import compose_config
 from llamarl.config.conversion import save_config
+from llamarl.observe import compare
 from llamarl.observe.compare import ROOT_KL, load_runs, variants_of
 
 EXACT = 1e-12
 
 
 compose = functools.cache(compose_config)  # takes tenths of a second
-
-
-def without_nulls(row: dict) -> dict:
-    return {name: value for name, value in row.items() if value is not None}
-
-
-@pytest.fixture(scope="module")
-def recipe():
-    return importlib.import_module("llamarl.observe.compare")
 
 
 @pytest.fixture
@@ -35,15 +26,12 @@ def make(tmp_path):
         folder = tmp_path / name
         folder.mkdir(parents=True)
         save_config(compose(overrides), folder / "config.yaml")
-        columns = {
-            "time/wall_s": wall_s,
-            **{name.replace("__", "/"): values for name, values in columns.items()},
-        }
-        rows = [
-            {"step": step, **dict(zip(columns, values))}
-            for step, values in enumerate(zip(*columns.values()))
-        ]
-        rows = list(map(without_nulls, rows))
+        values = {name.replace("__", "/"): column for name, column in columns.items()}
+        rows = []
+        for step, wall in enumerate(wall_s):
+            row = {"step": step, "time/wall_s": wall}
+            row |= {name: column[step] for name, column in values.items()}
+            rows.append({name: value for name, value in row.items() if value is not None})
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return folder
 
@@ -62,110 +50,89 @@ ACCURACY = "eval/reward"
 @pytest.fixture
 def three(make):
     """lr=1: seeds 0 and 1, the second twice as slow; lr=2, which gets nowhere."""
-    return [
-        make(
-            "a",
-            "lr=1",
-            "seed=0",
-            wall_s=[0, 10, 20, 30, 40],
-            eval__reward=[0.1, 0.3, 0.5, 0.7, 0.6],
-            kl__ref=[None, 0.1, 0.2, 0.3, 0.4],
-        ),
-        make(
-            "b",
-            "lr=1",
-            "seed=1",
-            wall_s=[0, 20, 40, 60, 80],
-            eval__reward=[0.1, 0.5, 0.5, 0.9, 0.9],
-            kl__ref=[None, 0.3, 0.2, 0.5, 0.6],
-        ),
-        make(
-            "c",
-            "lr=2",
-            "seed=0",
-            wall_s=[0, 5, 10, 15, 20],
-            eval__reward=[0.1, 0.2, 0.3, 0.4, 0.3],
-            kl__ref=[None, 0.1, 0.1, 0.1, 0.1],
-        ),
+    rows = [
+        ("a", 1, 0, 10, [0.1, 0.3, 0.5, 0.7, 0.6], [None, 0.1, 0.2, 0.3, 0.4]),
+        ("b", 1, 1, 20, [0.1, 0.5, 0.5, 0.9, 0.9], [None, 0.3, 0.2, 0.5, 0.6]),
+        ("c", 2, 0, 5, [0.1, 0.2, 0.3, 0.4, 0.3], [None, 0.1, 0.1, 0.1, 0.1]),
     ]
+    folders = []
+    for name, lr, seed, step_s, rewards, kl in rows:
+        walls = range(0, 5 * step_s, step_s)
+        words = (f"lr={lr}", f"seed={seed}")
+        folders.append(make(name, *words, wall_s=walls, eval__reward=rewards, kl__ref=kl))
+    return folders
 
 
-def test_seconds_and_steps_to_a_target_are_those_of_its_first_row(recipe, three):
+def test_seconds_and_steps_to_a_target_are_those_of_its_first_row(three):
     variants, implied = variants_of(load_runs(three))
     assert (list(variants), implied) == (["lr 1.0", "lr 2.0"], [])
     one, two = variants.values()
-    found = [recipe.measure(run, ACCURACY, 0.5) for run in one]
+    found = [compare.measure(run, ACCURACY, 0.5) for run in one]
     assert [figures.seconds for figures in found] == [20, 20]
     assert [figures.steps for figures in found] == [2, 1]
     assert [figures.final for figures in found] == [0.6, 0.9]
     assert [figures.best for figures in found] == [0.7, 0.9]
     assert [figures.kl for figures in found] == [0.4, 0.6]
     (run,) = two
-    assert math.isnan(recipe.measure(run, ACCURACY, 0.5).steps)
-    assert recipe.measure(run, ACCURACY, 0.4).seconds == 15
-    assert recipe.reachable(load_runs(three), ACCURACY) == 0.4
+    assert math.isnan(compare.measure(run, ACCURACY, 0.5).steps)
+    assert compare.measure(run, ACCURACY, 0.4).seconds == 15
+    assert compare.reachable(load_runs(three), ACCURACY) == 0.4
 
 
-def test_the_table_has_means_and_who_did_not_get_there(recipe, three):
+def test_the_table_has_means_and_who_did_not_get_there(three):
     variants, _ = variants_of(load_runs(three))
-    head, one, two = recipe.table(variants, ACCURACY, 0.65)
+    head, one, two = compare.table(variants, ACCURACY, 0.65)
     assert "s to 0.65" in head
-    assert (
-        "0.750 (0.600 to 0.900)" in one
-        and "45.0 (30.0 to 60.0)" in one
-        and "3 (3 to 3)" in one
-        and "0.5000 (0.4000 to 0.6000)" in one
-    )
+    for cell in (
+        "0.750 (0.600 to 0.900)",
+        "45.0 (30.0 to 60.0)",
+        "3 (3 to 3)",
+        "0.5000 (0.4000 to 0.6000)",
+    ):
+        assert cell in one
     assert "- (0 of 1)" in two
-    _, one, _ = recipe.table(variants, ACCURACY, 0.8)
+    _, one, _ = compare.table(variants, ACCURACY, 0.8)
     assert "60.0 (1 of 2)" in one
 
 
-def test_a_band_is_over_what_all_runs_have(recipe, three):
+def test_a_band_is_over_what_all_runs_have(three):
     variants, _ = variants_of(load_runs(three))
     one = variants["lr 1.0"]
-    x, y = recipe.band([recipe.path(run, "step", ACCURACY) for run in one])
+    x, y = compare.band([compare.path(run, "step", ACCURACY) for run in one])
     assert x.tolist() == [0, 1, 2, 3, 4]
     assert y.tolist() == [[0.1, 0.3, 0.5, 0.7, 0.6], [0.1, 0.5, 0.5, 0.9, 0.9]]
-    x, y = recipe.band([recipe.path(run, "time/wall_s", ACCURACY) for run in one], points=5)
+    x, y = compare.band([compare.path(run, "time/wall_s", ACCURACY) for run in one], points=5)
     assert x.tolist() == [0, 10, 20, 30, 40]  # not to 80: one run ends at 40
     # On lines between rows: the slow one is at 0.3 after 10 s and at 0.5 from 20 to 40 s.
     assert y[0].tolist() == [0.1, 0.3, 0.5, 0.7, 0.6]
     assert y[1] == pytest.approx([0.1, 0.3, 0.5, 0.5, 0.5], abs=EXACT)
 
 
-def test_the_mean_path_is_over_equal_steps_though_kl_need_not_rise(recipe, three):
+def test_the_mean_path_is_over_equal_steps_though_kl_need_not_rise(three):
     variants, _ = variants_of(load_runs(three))
-    paths = [recipe.path(run, "kl/ref", ACCURACY) for run in variants["lr 1.0"]]
-    xs, ys, steps = recipe.mean_path(paths)
+    paths = [compare.path(run, "kl/ref", ACCURACY) for run in variants["lr 1.0"]]
+    xs, ys, steps = compare.mean_path(paths)
     assert steps.tolist() == [1, 2, 3, 4]  # step 0 has no KL
-    assert xs == pytest.approx([0.2, 0.2, 0.4, 0.5], abs=EXACT) and ys == pytest.approx(
-        [0.4, 0.5, 0.8, 0.75], abs=EXACT
-    )
+    assert xs == pytest.approx([0.2, 0.2, 0.4, 0.5], abs=EXACT)
+    assert ys == pytest.approx([0.4, 0.5, 0.8, 0.75], abs=EXACT)
 
 
-def test_many_noisy_rows_are_smoothed_in_plots_but_not_in_figures(recipe, make):
+def test_many_noisy_rows_are_smoothed_in_plots_but_not_in_figures(make):
     noisy = [step % 2 for step in range(100)]
     runs = load_runs([make("noisy", wall_s=range(100), reward__mean=noisy)])
-    values = recipe.path(runs[0], "step", "reward/mean")[1]
-    assert values[10:-10] == pytest.approx(
-        [0.4, 0.6] * 40, abs=EXACT
-    )  # of five: two ones, or three
-    assert recipe.measure(runs[0], "reward/mean", 1.0).steps == 1
+    values = compare.path(runs[0], "step", "reward/mean")[1]
+    # Of five: two ones, or three.
+    assert values[10:-10] == pytest.approx([0.4, 0.6] * 40, abs=EXACT)
+    assert compare.measure(runs[0], "reward/mean", 1.0).steps == 1
 
 
-def test_labels_tell_the_losses_and_what_follows_from_them_is_left_out(make, recipe):
+def test_labels_tell_the_losses_and_what_follows_from_them_is_left_out(make):
     options = {"wall_s": [0, 1], "eval__reward": [0, 1]}
+    ignored = ("threads=1", "checkpoint.every=7")
     for i, loss in enumerate(("ppo", "aipo")):
         for lag in (0, 4):
-            make(
-                f"sweep/{i}{lag}",
-                f"loss={loss}",
-                f"max_lag={lag}",
-                "threads=1",
-                "checkpoint.every=7",
-                **options,
-            )
+            words = (f"loss={loss}", f"max_lag={lag}", *ignored)
+            make(f"sweep/{i}{lag}", *words, **options)
     make("sweep/same", "loss=aipo", "max_lag=0", "seed=3", "metrics.trace=false", **options)
     runs = load_runs([make("elsewhere", "loss=tba", **options).parent / "sweep"])
     variants, implied = variants_of(runs)
@@ -175,12 +142,9 @@ def test_labels_tell_the_losses_and_what_follows_from_them_is_left_out(make, rec
         ("ppo, max_lag 0", 1),
         ("ppo, max_lag 4", 1),
     ]
-    assert {"loss.ratio_cap", "loss.clip_low"} <= set(implied) and not {
-        "seed",
-        "threads",
-        "max_lag",
-    } & set(implied)
-    looks = recipe.looks(list(variants))
+    assert {"loss.ratio_cap", "loss.clip_low"} <= set(implied)
+    assert {"seed", "threads", "max_lag"}.isdisjoint(implied)
+    looks = compare.looks(list(variants))
     colours = [look["color"] for look in looks]
     assert colours[0] == colours[1] != colours[2]
     assert [look["linestyle"] for look in looks] == ["-", "--", "-", "--"]
@@ -194,40 +158,31 @@ def test_presets_of_one_function_are_told_by_their_names(make):
     assert list(variants) == ["aipo", "cispo", own]
 
 
-def test_numbers_are_sorted_as_numbers_and_shaded(make, recipe):
-    folders = [
-        make(str(n), f"groups_per_step={n}", wall_s=[0], eval__reward=[1]) for n in (16, 2, 128)
-    ]
-    variants, _ = variants_of(load_runs(folders))
-    assert list(variants) == [
-        "groups_per_step 2",
-        "groups_per_step 16",
-        "groups_per_step 128",
-    ]
-    assert len({look["color"] for look in recipe.looks(list(variants))}) == 3
-    assert [run.path.name for run in load_runs([folders[0].parent])] == [
-        "2",
-        "16",
-        "128",
-    ]  # a sweep's 16 after its 2
+def test_numbers_are_sorted_as_numbers_and_shaded(make):
+    folders = []
+    for n in (16, 2, 128):
+        folders.append(make(str(n), f"groups_per_step={n}", wall_s=[0], eval__reward=[1]))
+    labels = list(variants_of(load_runs(folders))[0])
+    assert labels == ["groups_per_step 2", "groups_per_step 16", "groups_per_step 128"]
+    sweep = load_runs([folders[0].parent])
+    assert [run.path.name for run in sweep] == ["2", "16", "128"]
+    assert len({look["color"] for look in compare.looks(labels)}) == 3
 
 
-def test_the_recipe_prints_a_table_and_writes_the_plots(recipe, three, tmp_path, capsys):
+def test_the_recipe_prints_a_table_and_writes_the_plots(three, tmp_path, capsys):
     out = tmp_path / "plots"
-    assert recipe.main([*map(str, three), "target=0.5", f"out={out}"]) == 0
+    assert compare.main([*map(str, three), "target=0.5", f"out={out}"]) == 0
     printed = capsys.readouterr().out
     assert "20.0 (20.0 to 20.0)" in printed and "lr 2.0" in printed
     assert png_size(out / "progress.png")[0] == 1650 and png_size(out / "pareto.png")[0] == 1080
 
 
-def test_runs_without_kl_are_named_and_not_in_the_pareto_plot(recipe, make, tmp_path, capsys):
+def test_runs_without_kl_are_named_and_not_in_the_pareto_plot(make, tmp_path, capsys):
     folder = make("plain", wall_s=[0, 1], eval__reward=[0.5, 0.6])
     out = tmp_path / "plots"
-    assert recipe.main([str(folder), f"out={out}"]) == 0
-    assert (
-        "plain: no KL to the reference, so eval/reward is not drawn over it; record it with "
-        "reference=frozen" in capsys.readouterr().err
-    )
+    assert compare.main([str(folder), f"out={out}"]) == 0
+    said = "plain: no KL to the reference, so eval/reward is not drawn over it; record it with "
+    assert f"{said}reference=frozen" in capsys.readouterr().err
     assert [file.name for file in out.iterdir()] == ["progress.png"]
 
 
@@ -242,19 +197,18 @@ def test_runs_without_kl_are_named_and_not_in_the_pareto_plot(recipe, make, tmp_
     ],
 )
 def test_what_cannot_be_compared_is_said_and_nothing_is_written(
-    recipe, make, tmp_path, capsys, words, message
+    make, tmp_path, capsys, words, message
 ):
     run = make("run", wall_s=[0, 1], eval__reward=[0.5, None], reward__mean=[None, 0.3])
     (tmp_path / "empty").mkdir()
     words = [word.format(run=run, empty=tmp_path / "empty") for word in words]
-    assert recipe.main([*words, f"out={tmp_path / 'plots'}"]) == 2
+    assert compare.main([*words, f"out={tmp_path / 'plots'}"]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "plots").exists()
 
 
 # --- Runs that a gold scorer has judged ---
 
-NUM_SEEDS = 2
 JUDGED = {
     "wall_s": [0, 1, 2],
     "eval__reward": [0.1, None, 0.9],
@@ -269,40 +223,36 @@ JUDGED = {
 
 
 def test_the_kl_is_of_a_whole_completion_and_nothing_before_the_first_step(make):
-    (run,) = load_runs([make("run", "reference=frozen", **JUDGED)])
+    frozen = make("frozen", "reference=frozen", **JUDGED)
+    moves = make("moves", "reference=reset", **JUDGED)
+    first, second = load_runs([frozen, moves])
     # sqrt(0.02 * 50) = 1, sqrt(0.05 * 80) = 2
-    assert run.values(ROOT_KL)[0].tolist() == pytest.approx([0, 1, 2], abs=EXACT)
+    assert first.values(ROOT_KL)[0].tolist() == pytest.approx([0, 1, 2], abs=EXACT)
+    assert ROOT_KL not in second.columns, "a reference that moves is not the first policy"
 
 
-def test_a_reference_that_moves_gives_no_kl_to_the_first_policy(make):
-    (run,) = load_runs([make("run", "reference=reset", **JUDGED)])
-    assert ROOT_KL not in run.columns
-
-
-def test_the_table_has_what_gold_says_at_the_end(make, recipe):
+def test_the_table_has_what_gold_says_at_the_end(make):
     runs = load_runs([make("a", "lr=1", **JUDGED), make("b", "lr=2", wall_s=[0], eval__reward=[1])])
     variants, _ = variants_of(runs)
-    head, one, two = recipe.table(variants, "eval/reward", 1.0)
+    head, one, two = compare.table(variants, "eval/reward", 1.0)
     assert head.split("  ")[-1].strip() == "eval/perplexity at the end"
     assert "eval/gold at the end" in head and "eval/win_rate at the end" in head
-    assert [cell for cell in one.split()][-3:] == ["-0.500", "0.400", "1.500"]
-    assert [cell for cell in two.split()][-3:] == ["-", "-", "-"]
-    assert math.isnan(recipe.measure(runs[1], "eval/reward", 1.0).gold)
+    assert one.split()[-3:] == ["-0.500", "0.400", "1.500"]
+    assert two.split()[-3:] == ["-", "-", "-"]
+    assert math.isnan(compare.measure(runs[1], "eval/reward", 1.0).gold)
 
 
-def test_win_rate_and_gold_are_drawn(make, recipe, tmp_path, capsys):
-    folders = [make("one", "lr=1", "reference=frozen", **JUDGED)]
-    for seed in range(NUM_SEEDS):
-        folders.append(make(f"s{seed}", "lr=2", f"seed={seed}", "reference=frozen", **JUDGED))
+def test_win_rate_and_gold_are_drawn(make, tmp_path, capsys):
+    folders = []
+    for name, *words in (("one", "lr=1"), ("s0", "lr=2", "seed=0"), ("s1", "lr=2", "seed=1")):
+        folders.append(make(name, *words, "reference=frozen", **JUDGED))
     out = tmp_path / "plots"
-    assert recipe.main([*map(str, folders), f"out={out}"]) == 0
+    assert compare.main([*map(str, folders), f"out={out}"]) == 0
     assert capsys.readouterr().err == ""
     assert png_size(out / "win_rate.png")[0] == 1080 and png_size(out / "gold.png")[0] == 1650
 
 
-def test_gold_without_a_reference_is_named_and_runs_without_gold_are_not(
-    make, recipe, tmp_path, capsys
-):
+def test_gold_without_a_reference_is_named_and_runs_without_gold_are_not(make, tmp_path, capsys):
     without = {name: values for name, values in JUDGED.items() if name != "kl__ref"}
     plain = {name: values for name, values in JUDGED.items() if "eval__" not in name}
     folders = [
@@ -311,10 +261,10 @@ def test_gold_without_a_reference_is_named_and_runs_without_gold_are_not(
     ]
     out = tmp_path / "plots"
     command = [*map(str, folders), f"out={out}"]
-    assert recipe.main([str(folders[0]), f"out={out}"]) == 0
+    assert compare.main([str(folders[0]), f"out={out}"]) == 0
     said = capsys.readouterr().err
     assert "gold: no √KL to the first policy, so eval/gold is not drawn over it" in said
     assert said.count("reference=frozen") == 2  # for the pareto plot too
     assert sorted(file.name for file in out.iterdir()) == ["progress.png", "win_rate.png"]
-    assert recipe.main([*command[1:], "y=reward/mean"]) == 0
+    assert compare.main([*command[1:], "y=reward/mean"]) == 0
     assert capsys.readouterr().err == ""
