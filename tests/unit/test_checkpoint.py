@@ -7,6 +7,7 @@ import os
 import shutil
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,28 +21,23 @@ from llamarl.errors import CheckpointError, OtherFormat
 from llamarl.models.sharded_state import box_of
 
 
-class Mail:
-    """The mailboxes that the controls of one test share."""
-
-    def __init__(self):
-        self.boxes = {}
-
-
 class FakeControl:
-    def __init__(self, mail, rank=0, leader=0):
-        self.mail = mail
+    """Of a rank whose messages, as JSON has them, go to boxes that the controls of a test share."""
+
+    loss = None
+    leader = 0
+
+    def __init__(self, rank=0, boxes=None):
+        self.boxes = {} if boxes is None else boxes
         self.rank = rank
-        self.leader = leader
-        self.is_leader = rank == leader
-        self.loss = None
+        self.is_leader = rank == self.leader
 
     def post(self, rank, topic, payload):
-        self.mail.boxes.setdefault((rank, topic), []).append(
-            (self.rank, json.loads(json.dumps(payload)))
-        )
+        message = (self.rank, json.loads(json.dumps(payload)))
+        self.boxes.setdefault((rank, topic), []).append(message)
 
     def take(self, topic):
-        return self.mail.boxes.pop((self.rank, topic), [])
+        return self.boxes.pop((self.rank, topic), [])
 
 
 STATE = {
@@ -52,24 +48,24 @@ STATE = {
     "version": 7,
     "best": None,
 }
+NO_ROOM = "No space left on device"
 EXPECTED = [("trainer", 0), ("trainer", 1), ("controller", 0)]
 
 
 def checkpointers(run_dir, keep=2, timeout_s=60.0):
     """Those of a leader and another rank, as one run has them."""
-    mail = Mail()
-    controls = [FakeControl(mail, rank) for rank in (0, 1)]
-    return [
-        Checkpointer(
-            run_dir,
-            keep=keep,
-            control=control,
-            expected=EXPECTED,
-            extra_parts=("hf",),
-            timeout_s=timeout_s,
-        )
-        for control in controls
-    ]
+    options = {"keep": keep, "expected": EXPECTED, "extra_parts": ("hf",), "timeout_s": timeout_s}
+    boxes = {}
+    return [Checkpointer(run_dir, control=FakeControl(rank, boxes), **options) for rank in (0, 1)]
+
+
+def lone(run_dir, *expected, **options):
+    """That of a run of one rank that writes these parts."""
+    return Checkpointer(run_dir, keep=1, control=FakeControl(), expected=expected, **options)
+
+
+def names_in(leader):
+    return {path.name for path in leader.folder.iterdir()}
 
 
 def write(leader, other, step):
@@ -122,8 +118,7 @@ def test_parts_come_back_bit_for_bit_in_their_types(tmp_path):
 
 
 def test_tickets_in_work_are_those_that_any_part_names(tmp_path):
-    expected = [("generator", 0), ("generator", 1), ("trainer", 0)]
-    leader = Checkpointer(tmp_path, keep=1, control=FakeControl(Mail()), expected=expected)
+    leader = lone(tmp_path, ("generator", 0), ("generator", 1), ("trainer", 0))
     leader.save_part(1, "generator", 0, {"in_work": [3, 8], "tickets": torch.tensor([3, 3, 8])})
     leader.save_part(1, "generator", 1, {"in_work": [5]})
     leader.save_part(1, "trainer", 0, STATE)
@@ -133,7 +128,7 @@ def test_tickets_in_work_are_those_that_any_part_names(tmp_path):
 
 def test_tied_views_and_empty_tensors_can_be_saved(tmp_path):
     weight = torch.arange(12.0).view(3, 4)
-    leader = Checkpointer(tmp_path, keep=1, control=FakeControl(Mail()), expected=[("trainer", 0)])
+    leader = lone(tmp_path, ("trainer", 0))
     views = {"w": weight, "tied": weight, "transposed": weight.T, "row": weight[1]}
     state = {**views, "none": torch.empty(0), "also_none": torch.empty(0)}
     leader.save_part(1, "trainer", 0, state)
@@ -165,13 +160,12 @@ def test_of_a_part_only_what_is_asked_for_is_read(tmp_path):
     read = []
 
     class Watched:
-        def get_slice(self, name):
-            read.append(name)
-            return file.get_slice(name)
+        def __getattr__(self, name):
+            def looked(key):
+                read.append(key)
+                return getattr(file, name)(key)
 
-        def get_tensor(self, name):
-            read.append(name)
-            return file.get_tensor(name)
+            return looked
 
         def keys(self):
             return file.keys()
@@ -179,9 +173,8 @@ def test_of_a_part_only_what_is_asked_for_is_read(tmp_path):
     assert part["version"] == 7 and "_file" not in vars(part), "not opened for a JSON value"
     file, part._file = part._file, Watched()
     assert "half" in part and "missing" not in part and read == []
-    assert torch.equal(
-        box_of(part, "model/w", (slice(1, 2), slice(0, 2))), STATE["model/w"][1:2, :2]
-    ) and read == ["model/w"]
+    rows = box_of(part, "model/w", (slice(1, 2), slice(0, 2)))
+    assert torch.equal(rows, STATE["model/w"][1:2, :2]) and read == ["model/w"]
     assert torch.equal(box_of(STATE, "half", (slice(1, 2),)), box_of(part, "half", (slice(1, 2),)))
     assert part["adam_step"] == 3 and read == ["model/w", "half", "adam_step"]
 
@@ -262,7 +255,7 @@ def test_a_kill_between_two_parts_leaves_the_one_before_and_no_rubbish_after_a_r
         next(writing)
     assert find("auto", tmp_path).name == "step_20"
     leader, other = checkpointers(tmp_path)  # the restarted run
-    assert {path.name for path in leader.folder.iterdir()} == {"step_20", "latest"}
+    assert names_in(leader) == {"step_20", "latest"}
     assert save(leader, other, 40) == find("auto", tmp_path)
 
 
@@ -286,7 +279,7 @@ class Disk:
             here = self.calls
             self.calls += 1
             if here == at and ends == "refused":
-                raise OSError(28, "No space left on device")
+                raise OSError(28, NO_ROOM)
             if here >= at and ends == "killed":
                 raise Killed
             return real(*args, **kwargs)
@@ -301,10 +294,6 @@ def test_at_each_call_to_the_disk_there_is_a_whole_checkpoint(tmp_path, monkeypa
     """
     monkeypatch.setattr(os, "fsync", lambda file: None)  # no power is cut here
 
-    def checkpointer(run_dir):
-        control = FakeControl(Mail())
-        return Checkpointer(run_dir, keep=1, control=control, expected=[("trainer", 0)])
-
     def seal(leader, step, value):
         leader.save_part(step, "trainer", 0, {"w": torch.tensor([value]), "value": value})
         leader.pump()
@@ -312,8 +301,8 @@ def test_at_each_call_to_the_disk_there_is_a_whole_checkpoint(tmp_path, monkeypa
     values = set()
     for at in range(1000):
         run_dir = tmp_path / str(at)
-        seal(checkpointer(run_dir), 20, 1.0)
-        leader = checkpointer(run_dir)
+        seal(lone(run_dir, ("trainer", 0)), 20, 1.0)
+        leader = lone(run_dir, ("trainer", 0))
         with monkeypatch.context() as patch:
             disk = Disk(patch, at, ends)
             with contextlib.suppress(Killed):
@@ -324,10 +313,10 @@ def test_at_each_call_to_the_disk_there_is_a_whole_checkpoint(tmp_path, monkeypa
         assert part["w"].item() == part["value"]
         assert found.name == ("step_20" if part["value"] == 1.0 else f"step_{step}")
         values.add(part["value"])
-        restarted = checkpointer(run_dir)
+        restarted = lone(run_dir, ("trainer", 0))
         assert find("auto", run_dir) == found
         seal(restarted, 60, 3.0)
-        assert {path.name for path in leader.folder.iterdir()} == {"step_60", "latest"}, at
+        assert names_in(leader) == {"step_60", "latest"}, at
         if disk.calls <= at:
             break
     assert at > 10 and values == {1.0, 2.0}
@@ -357,9 +346,8 @@ def test_every_damage_to_every_file_is_found_named_and_passed_over(tmp_path, cap
     whole = tmp_path / "whole"
     shutil.copytree(path, whole)
     cases = list(damaged_in_every_way(whole))
-    assert (
-        len(cases) == 6 * 8
-    )  # two of each trainer, one of the controller, two of hf, the manifest
+    # Two files of each trainer, one of the controller, two of hf, the manifest.
+    assert len(cases) == 6 * 8
     for name, how, damage in cases:
         shutil.rmtree(path)
         shutil.copytree(whole, path)
@@ -410,19 +398,18 @@ def test_the_one_asked_for_is_used_or_refused_and_never_another(tmp_path):
         find(str(tmp_path), tmp_path)
 
 
-@pytest.mark.parametrize("had, said", [({"format": 4}, "format 4")])
-def test_another_format_is_refused_and_not_passed_over(tmp_path, had, said):
+def test_another_format_is_refused_and_not_passed_over(tmp_path):
     older, path = (save(*checkpointers(tmp_path), step) for step in (20, 40))
     body = manifest.read_manifest(path)
-    assert body.pop("format") == 1
-    body |= had
+    assert body["format"] == 1
+    body["format"] = 4
     text = json.dumps({**body, "sha256": manifest.digest_of(body)})
     (path / manifest.MANIFEST).write_text(text)
     for resume in ("auto", str(path)):
         with pytest.raises(OtherFormat) as refused:
             find(resume, tmp_path)
         assert str(refused.value) == (
-            f"{path / manifest.MANIFEST}: {said}, where this commit of llamarl reads format 1; "
+            f"{path / manifest.MANIFEST}: format 4, where this commit of llamarl reads format 1; "
             "finish the run with the commit that began it"
         )
     assert find(str(older), tmp_path) == older
@@ -445,19 +432,17 @@ def test_a_part_that_cannot_be_read_is_named(tmp_path):
 def test_the_newest_valid_ones_are_kept(tmp_path):
     leader, other = checkpointers(tmp_path, keep=2)
     save(leader, other, 20, 40, 60)
-    assert {path.name for path in leader.folder.iterdir()} == {"step_40", "step_60", "latest"}
+    assert names_in(leader) == {"step_40", "step_60", "latest"}
     (leader.folder / "step_60" / "manifest.json").unlink()
     save(leader, other, 80)  # a damaged one does not count among those kept
-    assert {path.name for path in leader.folder.iterdir()} == {"step_40", "step_80", "latest"}
+    assert names_in(leader) == {"step_40", "step_80", "latest"}
 
 
 def test_a_run_resumed_from_before_forgets_the_steps_after(tmp_path):
     save(*checkpointers(tmp_path, keep=3), 20, 40, 60)
-    leader, other = checkpointers(
-        tmp_path, keep=3
-    )  # resumed from step_20, saving at another rhythm
+    leader, other = checkpointers(tmp_path, keep=3)  # resumed from step_20, at another rhythm
     save(leader, other, 30)
-    assert {path.name for path in leader.folder.iterdir()} == {"step_20", "step_30", "latest"}
+    assert names_in(leader) == {"step_20", "step_30", "latest"}
     assert find("auto", tmp_path).name == "step_30"
 
 
@@ -476,47 +461,40 @@ def test_what_cannot_be_deleted_is_named_and_tried_again_and_ends_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", protected)
         save(leader, other, 40)
-        assert (
-            "step_20.old cannot be deleted" in caplog.text
-            and "may be deleted by hand" in caplog.text
-        )
+        assert "step_20.old cannot be deleted" in caplog.text
+        assert "may be deleted by hand" in caplog.text
         leader, other = checkpointers(tmp_path, keep=1)  # a resume
         save(leader, other, 60)
-        assert {path.name for path in leader.folder.iterdir()} == {
-            "step_20.old",
-            "step_60",
-            "latest",
-        }
+        assert names_in(leader) == {"step_20.old", "step_60", "latest"}
     save(leader, other, 80)
-    assert {path.name for path in leader.folder.iterdir()} == {"step_80", "latest"}
+    assert names_in(leader) == {"step_80", "latest"}
 
 
-@pytest.mark.parametrize("what", ["a checkpoint", "all of them"])
+@pytest.mark.parametrize("name, unread", [("verify", "step_30"), ("_newest_first", "")])
 def test_an_old_checkpoint_that_cannot_be_read_is_named_and_tried_again_and_ends_nothing(
-    tmp_path, monkeypatch, caplog, what
+    tmp_path, monkeypatch, caplog, name, unread
 ):
     leader, other = checkpointers(tmp_path, keep=1)
     save(leader, other, 20)
     save(leader, other, 40)
     (leader.folder / "step_40").rename(leader.folder / "step_30")  # damaged, so it is looked at
-    usual = {"verify": checkpoint.verify, "_newest_first": checkpoint._newest_first}
+    usual = getattr(checkpoint, name)
 
     def refuse(path, *args, **kwargs):
-        if what == "all of them" or path.name == "step_30":
+        if path == leader.folder / unread:
             raise PermissionError(13, "Permission denied", str(path))
-        return usual["verify"](path, *args, **kwargs)
+        return usual(path, *args, **kwargs)
 
-    monkeypatch.setattr(checkpoint, "verify" if what == "a checkpoint" else "_newest_first", refuse)
     leader._keep = 2
-    save(leader, other, 60)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, name, refuse)
+        save(leader, other, 60)
     assert leader.sealed(60) and leader.newest_sealed == 60 and leader.failed == {}
-    unread = leader.folder / "step_30" if what == "a checkpoint" else leader.folder
-    assert f"{unread}: cannot be read ([Errno 13] Permission denied" in caplog.text
-    assert {path.name for path in leader.folder.iterdir()} == {"step_30", "step_60", "latest"}
-    for name, function in usual.items():
-        monkeypatch.setattr(checkpoint, name, function)
+    said = f"{leader.folder / unread}: cannot be read ([Errno 13] Permission denied"
+    assert said in caplog.text
+    assert names_in(leader) == {"step_30", "step_60", "latest"}
     save(leader, other, 80)
-    assert {path.name for path in leader.folder.iterdir()} == {"step_60", "step_80", "latest"}
+    assert names_in(leader) == {"step_60", "step_80", "latest"}
 
 
 # --- a disk that refuses ---
@@ -527,10 +505,7 @@ def check_given_up(leader, step, said):
     one is sealed.
     """
     assert said in leader.failed[step] and "Make room there" in leader.failed[step]
-    assert not leader.sealed(step) and {path.name for path in leader.folder.iterdir()} == {
-        "step_20",
-        "latest",
-    }
+    assert not leader.sealed(step) and names_in(leader) == {"step_20", "latest"}
     assert find("auto", leader.folder.parent).name == "step_20"
 
 
@@ -543,35 +518,27 @@ def test_a_disk_without_room_is_seen_before_anything_is_written_and_the_next_che
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
         patch.setattr("safetensors.torch.save_file", lambda *_: pytest.fail("written"))
         save(leader, other, 40)
-    check_given_up(leader, 40, "trainer.rank1: [Errno 28] No space left on device")
+    check_given_up(leader, 40, f"trainer.rank1: [Errno 28] {NO_ROOM}")
     assert "and 10 bytes are free" in caplog.text and "Training goes on" in caplog.text
     assert save(leader, other, 60) == find("auto", tmp_path)
 
 
-def full_disk(*args, **kwargs):
-    raise OSError(28, "No space left on device")
-
-
-def full_safetensors(*args, **kwargs):
-    raise SafetensorError("Error while serializing: No space left on device (os error 28)")
-
-
 @pytest.mark.parametrize(
-    "call, fails",
+    "call, error",
     [
-        ("safetensors.torch.save_file", full_safetensors),
-        ("llamarl.checkpoint.checkpointer._write", full_disk),
+        ("safetensors.torch.save_file", SafetensorError(f"{NO_ROOM} (os error 28)")),
+        ("llamarl.checkpoint.checkpointer._write", OSError(28, NO_ROOM)),
     ],
 )
 def test_a_disk_that_fails_meanwhile_leaves_nothing_of_that_checkpoint(
-    tmp_path, monkeypatch, call, fails
+    tmp_path, monkeypatch, call, error
 ):
     leader, other = checkpointers(tmp_path)
     save(leader, other, 20)
     with monkeypatch.context() as patch:
-        patch.setattr(call, fails)
+        patch.setattr(call, Mock(side_effect=error))
         save(leader, other, 40)
-    check_given_up(leader, 40, "No space left on device")
+    check_given_up(leader, 40, NO_ROOM)
     assert save(leader, other, 60) == find("auto", tmp_path)
 
 
@@ -579,21 +546,15 @@ def test_a_disk_that_fails_meanwhile_leaves_nothing_of_that_checkpoint(
 
 
 def test_parts_that_are_waived_are_not_waited_for_and_their_loss_is_on_record(tmp_path):
-    control = FakeControl(Mail())
     expected = [("generator", 0), ("generator", 1), ("trainer", 0)]
-    leader = Checkpointer(
-        tmp_path, keep=1, control=control, expected=expected, optional=["generator"]
-    )
+    leader = lone(tmp_path, *expected, optional=["generator"])
     leader.save_part(5, "trainer", 0, STATE)
     leader.save_part(5, "generator", 1, {"in_work": [7]})
     leader.pump()
     assert leader.missing(5) == ["generator.rank0"] and not leader.sealed(5)
-    control.loss = RuntimeError("a generator is gone")
+    leader._control.loss = RuntimeError("a generator is gone")
     leader.pump()
     path = leader.folder / "step_5"
     assert leader.sealed(5) and verify(path) == []
-    assert (ranks_of(path, "generator"), ranks_of(path, "trainer"), in_work(path)) == (
-        [1],
-        [0],
-        {7},
-    )
+    assert (ranks_of(path, "generator"), ranks_of(path, "trainer")) == ([1], [0])
+    assert in_work(path) == {7}
