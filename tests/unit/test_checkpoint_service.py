@@ -7,7 +7,7 @@ The clock is the test's own, and moves only where a fake makes it.
 
 import math
 import threading
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,9 +33,9 @@ class Clock:
 
     PASS_S = 1.0
 
-    def __init__(self, monkeypatch, module):
+    def __init__(self, monkeypatch):
         self.now = 1000.0
-        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(service_module.time, "monotonic", lambda: self.now)
 
 
 class FakeControl:
@@ -95,17 +95,31 @@ class Trainer:
         self.group = SimpleNamespace(ranks=ranks, index=0)
 
 
-def service_of(clock, script, checkpointer=None, executors=()):
+def service_of(clock, script=(), checkpointer=None, executors=()):
     control = FakeControl(clock, script)
-    made = CheckpointService(
-        checkpointer, list(executors), control, None, None, identity={}, timeout_s=TIMEOUT_S
+    options = {"identity": {}, "timeout_s": TIMEOUT_S}
+    return CheckpointService(checkpointer, list(executors), control, None, None, **options), control
+
+
+def after_the_last_save(clock, script=(), **changes):
+    """The leader's service once it has saved step 8, which is not sealed. changes: of the
+    checkpointer.
+    """
+    checkpointer = SimpleNamespace(
+        sealed=lambda step: False,
+        failed={},
+        missing=lambda step: ["trainer.rank1"],
+        pump=lambda: None,
     )
-    return made, control
+    vars(checkpointer).update(changes)
+    service, control = service_of(clock, script, checkpointer)
+    service._saved = 8
+    return service, control
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    return Clock(monkeypatch, service_module)
+    return Clock(monkeypatch)
 
 
 SLOW = [["writing"]] * 40  # five times as long as TIMEOUT_S
@@ -118,21 +132,21 @@ def at(sender, step=4, place="before the export"):
     return (sender, "at", {"step": step, "place": place})
 
 
+def told(control):
+    return [(rank, topic) for rank, topic, _ in control.posted]
+
+
 def test_a_trainer_rank_waits_as_long_as_another_ones_part_gets_on(clock):
     service, control = service_of(clock, [*SLOW, [at(1)]])
     began = clock.now
     service._meet(4, "before the export", Trainer((0, 1)))
     assert clock.now - began > 4 * TIMEOUT_S
-    assert [(rank, topic) for rank, topic, _ in control.posted] == [(1, "at")]
+    assert told(control) == [(1, "at")]
 
 
 def test_a_trainer_rank_whose_part_stands_still_is_named(clock):
-    service, _ = service_of(clock, [[at(1)], *SLOW])
-    message = r"rank 0 waited 8 s in the checkpoint of step 4, before the export, for ranks \[2\]"
-    began = clock.now
-    service._meet(4, "before the export", Trainer((0, 1)))
-    assert clock.now == began + 1
     service, _ = service_of(clock, [["writing"], [at(1)]])
+    message = r"rank 0 waited 8 s in the checkpoint of step 4, before the export, for ranks \[2\]"
     with pytest.raises(TimedOut, match=message):
         service._meet(4, "before the export", Trainer((0, 1, 2)))
 
@@ -166,13 +180,13 @@ def test_no_rank_waits_at_the_end_while_another_may_still_need_it(clock):
     assert clock.now == began and not control.posted
     control.mail = [end(2)]
     assert service.may_end(4, trainer)
-    assert [(rank, topic) for rank, topic, _ in control.posted] == [(1, "at"), (2, "at")]
+    assert told(control) == [(1, "at"), (2, "at")]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_may_begin_more_has_not_come_to_the_end(clock, rank):
     replica = Replica(2)
-    service, control = service_of(clock, [], executors=[replica])
+    service, control = service_of(clock, executors=[replica])
     control.rank = rank
     trainer = Trainer((0, 1, 2))
     others = [end(0)] if rank else [end(1), end(2)]
@@ -183,7 +197,7 @@ def test_a_rank_that_may_begin_more_has_not_come_to_the_end(clock, rank):
 
 
 def test_after_a_stop_nothing_more_begins(clock):
-    service, control = service_of(clock, [], executors=[Replica(1)])
+    service, control = service_of(clock, executors=[Replica(1)])
     control.stopping = True
     control.mail = [end(1)]
     assert service.may_end(4, Trainer((0, 1)))
@@ -191,7 +205,7 @@ def test_after_a_stop_nothing_more_begins(clock):
 
 def test_a_step_begins_once_no_rank_has_begun_what_needs_another(clock):
     replica = Replica(1)
-    service, control = service_of(clock, [], executors=[replica])
+    service, control = service_of(clock, executors=[replica])
     trainer = Trainer((0, 1))
     control.mail = [at(1, 4, "the begin")]
     assert not service.may_begin(4, trainer) and not control.posted
@@ -229,20 +243,22 @@ def test_a_save_waits_for_an_executor_that_is_not_ready_and_the_loop_does_not(cl
     )
     ready = Slow(name="generator", version=9)
     late = Slow(name="reference")
-    service, control = service_of(clock, [], checkpointer, [late, ready])
+    service, control = service_of(clock, (), checkpointer, [late, ready])
     began = clock.now
-    control.mail = [(0, "save", {"step": 4, "is_last": False})]
-    assert service.serve() and saved == [("generator", 4, 9)]
-    control.mail = [(0, "save", {"step": 8, "is_last": False})]
-    assert service.serve() and saved[1:] == [("generator", 8, 9)]
+
+    def ask(step):
+        control.mail = [(0, "save", {"step": step, "is_last": False})]
+        return service.serve()
+
+    assert ask(4) and saved == [("generator", 4, 9)]
+    assert ask(8) and saved[1:] == [("generator", 8, 9)]
     assert not service.serve() and clock.now == began
     late.version = 4
     assert service.serve() and saved[2:] == [("reference", 4, 4)]
     late.version = 8
     assert service.serve() and saved[3:] == [("reference", 8, 8)]
     late.version = 0
-    control.mail = [(0, "save", {"step": 12, "is_last": False})]
-    assert service.serve() is False  # the generator, of version 9, is not ready either
+    assert ask(12) is False  # the generator, of version 9, is not ready either
     service.leave_out(late)
     ready.version = 12
     assert service.serve() and saved[4:] == [("generator", 12, 12)]
@@ -258,35 +274,22 @@ def wait_for_the_seal(service, control):
 
 def test_the_last_checkpoint_is_waited_for_while_a_rank_gets_on_with_its_part(clock):
     parts = iter([False] * len(SLOW) + [True])
-    checkpointer = SimpleNamespace(
-        sealed=lambda step: next(parts), failed={}, missing=lambda step: []
-    )
-    service, control = service_of(clock, SLOW, checkpointer)
-    service._saved = 8
     began = clock.now
-    wait_for_the_seal(service, control)
+    wait_for_the_seal(*after_the_last_save(clock, SLOW, sealed=lambda step: next(parts)))
     assert clock.now - began > 4 * TIMEOUT_S
 
 
 @pytest.mark.parametrize("stopping, limit", [(False, "timeout_s"), (True, "stop_s")])
 def test_the_last_checkpoint_ends_in_words_once_nothing_of_it_is_written(clock, stopping, limit):
-    checkpointer = SimpleNamespace(
-        sealed=lambda step: False, failed={}, missing=lambda step: ["trainer.rank1"]
-    )
-    service, control = service_of(clock, [["writing"]] * 3, checkpointer)
+    service, control = after_the_last_save(clock, [["writing"]] * 3)
     control.stopping = stopping
-    service._saved = 8
     message = rf"parts \['trainer.rank1'\] did not come within 8 s; .* Raise {limit} if"
     with pytest.raises(TimedOut, match=message):
         wait_for_the_seal(service, control)
 
 
 def test_a_stop_amid_the_last_checkpoint_has_a_patience_of_its_own(clock):
-    checkpointer = SimpleNamespace(
-        sealed=lambda step: False, failed={}, missing=lambda step: ["generator.rank1"]
-    )
-    service, control = service_of(clock, [], checkpointer)
-    service._saved = 8
+    service, control = after_the_last_save(clock)
     assert not service.is_sealed(600.0)
     clock.now += 100.0
     control.stopping = True
@@ -302,9 +305,7 @@ def test_a_checkpoint_that_cannot_be_sealed_hides_no_loss(clock):
     def pump():
         raise CheckpointError("step 8: its files are not seen here")
 
-    checkpointer = SimpleNamespace(sealed=lambda step: False, failed={}, pump=pump)
-    service, control = service_of(clock, [], checkpointer)
-    service._saved = 8
+    service, control = after_the_last_save(clock, pump=pump)
     with pytest.raises(CheckpointError, match="not seen here"):
         service.serve()
     control.loss = PeerDied("rank 3 is gone", [3])
@@ -313,12 +314,17 @@ def test_a_checkpoint_that_cannot_be_sealed_hides_no_loss(clock):
         service.is_sealed(TIMEOUT_S)
 
 
+def test_the_last_checkpoint_that_could_not_be_written_ends_the_run_with_the_reason(clock):
+    service, _ = after_the_last_save(clock, failed={8: "step 8: no room"})
+    with pytest.raises(CheckpointError, match="step 8: no room"):
+        service.is_sealed(60.0)
+
+
 # --- an executor that waits for what the writer owes it ---
 
 
 @pytest.mark.parametrize("gets_on", [True, False])
-def test_a_wait_counts_only_while_no_rank_gets_on_with_a_checkpoint(monkeypatch, gets_on):
-    clock = Clock(monkeypatch, service_module)
+def test_a_wait_counts_only_while_no_rank_gets_on_with_a_checkpoint(clock, gets_on):
     lost = []
     control = SimpleNamespace(progressed_at=-math.inf, lose=lost.append)
     made = object.__new__(ExecutorController)
@@ -376,33 +382,24 @@ def test_a_save_is_told_of_from_its_begin_to_its_end(tmp_path):
     inside = threading.Event()
     measured = []
 
-    class Told:
-        def __init__(self, measure):
-            measured.append(measure)
-
-        def __enter__(self):
-            inside.set()
-
-        def __exit__(self, *_):
-            inside.clear()
+    @contextmanager
+    def told_of(measure):
+        measured.append(measure)
+        inside.set()
+        yield
+        inside.clear()
 
     control = FakeControl(SimpleNamespace())
-    control.saving = Told
+    control.saving = told_of
     checkpointer = Checkpointer(tmp_path, keep=1, control=control, expected=[])
     state = []
 
-    class Reference(SimpleNamespace):
+    class Reference(Slow):
         def state_dict(self):
             state.append(inside.is_set())
             return {"version": 3}
 
-    reference = Reference(
-        name="reference",
-        leads=False,
-        has_state=lambda: True,
-        may_checkpoint=lambda step: True,
-        group=SimpleNamespace(index=0),
-    )
+    reference = Reference(name="reference", version=9)
     service = CheckpointService(checkpointer, [reference], control, None, None, identity={})
     control.mail.append((0, "save", {"step": 3, "is_last": False}))
     assert service.serve() and state == [True] and not inside.is_set()
@@ -440,9 +437,8 @@ def test_a_full_disk_at_the_end_hides_no_earlier_error_and_skips_no_farewell(tmp
     closed = []
     ExecutorController._close(closing_controller(tmp_path, closed, trace=True), ended_well=False)
     assert closed == ["executor", "channel", "control"]
-    assert (
-        "while ending: [Errno 28]" in caplog.text and "trace.rank0.json: not written" in caplog.text
-    )
+    assert "while ending: [Errno 28]" in caplog.text
+    assert "trace.rank0.json: not written" in caplog.text
 
 
 def test_a_full_disk_is_the_error_where_there_is_no_earlier_one(tmp_path):
@@ -480,19 +476,6 @@ def test_a_rank_that_cannot_write_still_takes_part_in_making_every_tensor(monkey
     assert made == ["a", "b", "c"] * 2
 
 
-def test_the_last_checkpoint_that_could_not_be_written_ends_the_run_with_the_reason(tmp_path):
-    checkpointer = SimpleNamespace(
-        sealed=lambda step: False, failed={8: "step 8: no room"}, pump=lambda: None
-    )
-    control = SimpleNamespace(
-        loss=None, take=lambda topic: [], wait=lambda s: None, progressed_at=0.0
-    )
-    checkpoints = CheckpointService(checkpointer, [], control, None, None, identity={})
-    checkpoints._saved = 8
-    with pytest.raises(CheckpointError, match="step 8: no room"):
-        checkpoints.is_sealed(60.0)
-
-
 class Exporting:
     """A trainer that has an array, and exports a file."""
 
@@ -526,9 +509,8 @@ def service_with(control, run_dir):
     [("check_room", 30.0, True), ("save_file", 900.0, False), ("_write", 30.0, True)],
 )
 def test_the_last_checkpoint_waits_for_room_until_timeout_s(
-    monkeypatch, tmp_path, caplog, refused, frees_after_s, is_sealed
+    clock, monkeypatch, tmp_path, caplog, refused, frees_after_s, is_sealed
 ):
-    clock = Clock(monkeypatch, service_module)
     control = FakeControl(clock)
     service, checkpointer = service_with(control, tmp_path)
     began = clock.now
@@ -552,13 +534,10 @@ def test_the_last_checkpoint_waits_for_room_until_timeout_s(
         assert clock.now < began + frees_after_s + 10
     else:
         assert "No space left" in checkpointer.failed[3] and 60 <= clock.now - began < 70
-        assert checkpointer.progress()[0] > 20 or refused == "_write", (
-            "others are patient meanwhile"
-        )
+        assert checkpointer.progress()[0] > 20, "others are patient meanwhile"
 
 
-def test_an_earlier_checkpoint_waits_for_no_room(monkeypatch, tmp_path):
-    clock = Clock(monkeypatch, service_module)
+def test_an_earlier_checkpoint_waits_for_no_room(clock, monkeypatch, tmp_path):
     service, checkpointer = service_with(FakeControl(clock), tmp_path)
     began = clock.now
     monkeypatch.setattr(checkpointer_module, "check_room", full)
