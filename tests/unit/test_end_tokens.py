@@ -2,8 +2,6 @@
 
 import json
 import logging
-import shutil
-from pathlib import Path
 
 import pytest
 from tokenizers import processors
@@ -14,6 +12,7 @@ from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
 from llamarl.tasks.base import PromptMaker
 from llamarl.tasks.special import end_token, special_tokens, stop_tokens, turn_end
+from tests.build.model_directory import copy_tiny
 from tests.made_tokenizers import CHATML, ZEPHYR, byte_level, sentencepiece
 from tests.unit.refusals import change, model_job
 
@@ -23,7 +22,7 @@ PHI = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>\n{% endfor %
 
 @pytest.fixture
 def model(tmp_path):
-    return Path(shutil.copytree(tiny_directory(), tmp_path / "model"))
+    return copy_tiny(tmp_path / "model")
 
 
 def base_model(template=CHATML):
@@ -31,6 +30,14 @@ def base_model(template=CHATML):
     tokenizer = byte_level(template)
     tokenizer.eos_token = "<|bos|>"
     return tokenizer
+
+
+def warned(model, caplog, *options):
+    """What is warned of at the start of such a job."""
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "llamarl"):
+        check_inputs(model_job(model, *options).inputs)
+    return caplog.text
 
 
 def ids_of(tokenizer, *words):
@@ -70,12 +77,9 @@ def test_end_tokens_of_config_json_count_without_a_generation_config(model):
 def test_a_run_says_that_the_template_ends_turns_with_another_token(model, caplog):
     template = "{% for m in messages %}{{ m.content }}<pad>{% endfor %}"
     (model / "chat_template.jinja").write_text(template)
-    with caplog.at_level(logging.WARNING, "llamarl"):
-        check_inputs(model_job(model, "task.chat=true").inputs)
-    assert "ends a reply with <pad>, which is no end token of the directory" in caplog.text
-    caplog.clear()
-    check_inputs(model_job(model, "task.chat=false").inputs)
-    assert "ends a reply" not in caplog.text
+    said = "ends a reply with <pad>, which is no end token of the directory"
+    assert said in warned(model, caplog, "task.chat=true")
+    assert "ends a reply" not in warned(model, caplog, "task.chat=false")
 
 
 def test_a_conversation_is_learned_up_to_the_end_of_its_turn():
@@ -114,36 +118,29 @@ def test_an_end_token_that_a_tokenizer_adds_is_no_part_of_a_prompt(make):
 
 
 def rows(path, *prompts):
+    """The options of a task of these rows."""
     path.write_text("".join(json.dumps({"prompt": p, "answer": "5"}) + "\n" for p in prompts))
-    return path
-
-
-def warned(model, file, caplog, *more):
-    caplog.clear()
-    options = ("task=jsonl", f"task.path={file}", "task.max_prompt_tokens=99", *more)
-    with caplog.at_level(logging.WARNING, "llamarl"):
-        check_inputs(model_job(model, *options).inputs)
-    return caplog.text
+    return ("task=jsonl", f"task.path={path}", "task.max_prompt_tokens=99")
 
 
 def test_a_chat_task_without_a_chat_template_is_warned_of(model, tmp_path, caplog):
-    file = rows(tmp_path / "rows.jsonl", *(f"1+{i}=" for i in range(8)))
-    assert "has no chat template, so with task.chat=true" in warned(model, file, caplog)
-    assert "no chat template" not in warned(model, file, caplog, "task.chat=false")
+    task = rows(tmp_path / "rows.jsonl", *(f"1+{i}=" for i in range(8)))
+    assert "has no chat template, so with task.chat=true" in warned(model, caplog, *task)
+    assert "no chat template" not in warned(model, caplog, *task, "task.chat=false")
     template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
     (model / "chat_template.jinja").write_text(template)
-    assert "no chat template" not in warned(model, file, caplog)
+    assert "no chat template" not in warned(model, caplog, *task)
 
 
 def test_prompts_that_the_tokenizer_cannot_write_are_counted(model, tmp_path, caplog):
-    file = rows(tmp_path / "rows.jsonl", *(f"1+{i}=" for i in range(8)))
-    assert "this tokenizer cannot write" not in warned(model, file, caplog, "task.chat=false")
+    task = rows(tmp_path / "rows.jsonl", *(f"1+{i}=" for i in range(8)))
+    assert "this tokenizer cannot write" not in warned(model, caplog, *task, "task.chat=false")
     tokenizer = load_tokenizer(model)
-    file = rows(tmp_path / "rows.jsonl", *("ÄÖÜß" for _ in range(8)))
+    task = rows(tmp_path / "rows.jsonl", *("ÄÖÜß" for _ in range(8)))
     ids = tokenizer.encode("ÄÖÜß")
     num_unknown = ids.count(tokenizer.unk_token_id)
     assert num_unknown
-    said = warned(model, file, caplog, "task.chat=false", "eval.num_prompts=1")
+    said = warned(model, caplog, *task, "task.chat=false", "eval.num_prompts=1")
     assert f"{8 * num_unknown} of the {8 * len(ids)} tokens of the first 8 prompts are" in said
 
 

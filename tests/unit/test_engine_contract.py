@@ -22,6 +22,7 @@ from llamarl.inference.protocol import (
 )
 from llamarl.inference.vllm_engine import VLLMEngine, vllm_problem
 from tests import engines
+from tests.decoding import by_place
 
 NO_VLLM = vllm_problem() or ("" if engines.SMOLLM2 else "needs LLAMARL_SMOLLM2")
 VLLM_MARKS = [pytest.mark.vllm, pytest.mark.skipif(bool(NO_VLLM), reason=NO_VLLM)]
@@ -49,9 +50,12 @@ def finish(engine, chunk=2):
     while engine.num_live or engine.num_waiting:
         engine.step(chunk)
     found = engine.pop_finished()
-    by_place = {(stream, c.ticket, c.sample_index): c for stream, c in found}
-    assert len(by_place) == len(found), "a completion was handed out twice"
-    return by_place
+    assert len(by_place(found)) == len(found), "a completion was handed out twice"
+    return by_place(found)
+
+
+def tokens_of(found):
+    return {place: completion.token_ids.tolist() for place, completion in found.items()}
 
 
 def params(new=6, **options):
@@ -74,9 +78,9 @@ def test_every_call_takes_what_the_protocol_says(implementation):
         said, made = getattr(protocol, name), getattr(implementation, name)
         assert isinstance(said, property) == isinstance(made, property), name
         if not isinstance(said, property):
-            taken = [inspect.signature(call).parameters.values() for call in (said, made)]
             forms = []
-            for parameters in taken:
+            for call in (said, made):
+                parameters = inspect.signature(call).parameters.values()
                 forms.append([(p.name, p.kind, p.default) for p in parameters])
             assert forms[0] == forms[1], name
 
@@ -154,17 +158,15 @@ def test_the_same_place_is_sampled_alike_again(engine):
         assert first == again
 
 
-@pytest.mark.parametrize(
-    "prompt_ids, new, message",
-    [([], 4, "at least one token"), ([1] * 30, 4, "exceed"), ([1, 10**6], 4, "vocabulary")],
-)
-def test_a_prompt_that_cannot_be_answered_is_refused_at_once(engine, prompt_ids, new, message):
-    with pytest.raises(ValueError, match=message):
-        engine.submit(0, prompt_ids, params(new=new))
+def test_a_prompt_that_cannot_be_answered_and_a_step_of_no_token_are_refused_at_once(engine):
+    for prompt_ids, message in (
+        ([], "at least one token"),
+        ([1] * 30, "exceed"),
+        ([1, 10**6], "vocabulary"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.submit(0, prompt_ids, params(new=4))
     assert engine.num_waiting == 0
-
-
-def test_a_step_of_no_token_is_refused(engine):
     with pytest.raises(ValueError, match="at least 1"):
         engine.step(0)
 
@@ -259,12 +261,14 @@ def test_new_tokens_are_told_once_and_are_those_of_the_completion(engine):
 def test_partial_completions_go_on_token_for_token(engine):
     if not can_resume(engine):
         pytest.skip("its samples start again")
-    asked = [(0, params(n=3, seed=2)), (1, params(n=2, seed=2))]
-    for ticket, given in asked:
-        engine.submit(ticket, PROMPT, given)
+
+    def submit():
+        for ticket, count in ((0, 3), (1, 2)):
+            engine.submit(ticket, PROMPT, params(n=count, seed=2))
+
+    submit()
     whole = finish(engine)
-    for ticket, given in asked:
-        engine.submit(ticket, PROMPT, given)
+    submit()
     engine.step(2)
     partials = engine.export_partials()
     assert len(partials) == 5
@@ -272,7 +276,4 @@ def test_partial_completions_go_on_token_for_token(engine):
     engine.pop_finished()
     for partial in partials:
         engine.submit_partial(partial)
-    again = finish(engine)
-    assert {place: c.token_ids.tolist() for place, c in again.items()} == {
-        place: c.token_ids.tolist() for place, c in whole.items()
-    }
+    assert tokens_of(finish(engine)) == tokens_of(whole)

@@ -16,8 +16,10 @@ from tests.imagined_gpu import GPU, imagined_gpu
 from tests.small_decoders import CONFIG, LOGITS, drawn_decoder
 from tests.tolerances import of_logprobs, rounding
 
+SLOW = pytest.mark.slow
 SAME = of_logprobs(CONFIG, size=LOGITS)
 PROMPTS = [[1, 5, 6, 14, 7, 8, 18], [1, 9, 9, 14, 9, 9, 18], [1, 6, 18]]
+LONG = SamplingParams(24, n=3)
 PLAIN = SamplingParams(max_new_tokens=6, n=2, seed=3, stop_token_ids=(2,))
 
 
@@ -27,6 +29,19 @@ def gpu():
         _takes_row_scales.cache_clear()
         yield made
     _takes_row_scales.cache_clear()
+
+
+@pytest.fixture
+def at_work(gpu):
+    """at_work(steps, ...): an engine on the GPU that has taken so many steps with three samples."""
+
+    def begin(steps, params=LONG, **options):
+        engine = engine_on("cuda", **options)
+        engine.submit(0, PROMPTS[0], params)
+        engine.step(steps)
+        return engine
+
+    return begin
 
 
 def engine_on(device, *, cuda_graphs=True, decoder=None, **options):
@@ -109,36 +124,26 @@ def test_a_long_prompt_in_pieces_and_rows_that_start_again_run_on_a_gpu(gpu):
     assert torch.allclose(scored.cpu(), cpu.score(PROMPTS[0], [5, 6, 7]), atol=SAME)
 
 
-def test_the_host_waits_as_often_for_many_tokens_as_for_few(gpu):
+@pytest.mark.parametrize(
+    "params, cuda_graphs",
+    [
+        (LONG, True),
+        pytest.param(SamplingParams(24, n=3, temperature=0.7, top_k=4), False, marks=SLOW),
+    ],
+)
+def test_the_host_waits_as_often_for_many_tokens_as_for_few(gpu, at_work, params, cuda_graphs):
     waits = []
     for chunk in (2, 12):
-        engine = engine_on("cuda")
-        engine.submit(0, PROMPTS[0], SamplingParams(24, n=3))
-        engine.step(3)
+        engine = at_work(3, params, cuda_graphs=cuda_graphs)
         before = len(gpu.streams.syncs)
         assert engine.step(chunk) == 3 * chunk
         waits.append(len(gpu.streams.syncs) - before)
     assert waits[0] == waits[1]
 
 
-@pytest.mark.slow
-def test_decoding_without_graphs_does_not_wait_either(gpu):
-    waits = []
-    for chunk in (2, 8):
-        engine = engine_on("cuda", cuda_graphs=False)
-        engine.submit(0, PROMPTS[0], SamplingParams(24, n=3, temperature=0.7, top_k=4))
-        engine.step(3)
-        before = len(gpu.streams.syncs)
-        engine.step(chunk)
-        waits.append(len(gpu.streams.syncs) - before)
-    assert waits[0] == waits[1]
-
-
 @torch.inference_mode()
-def test_a_graph_is_captured_once_for_a_shape_and_a_replay_is_all_that_a_token_takes(gpu):
-    engine = engine_on("cuda")
-    engine.submit(0, PROMPTS[0], SamplingParams(24, n=3))
-    engine.step(4)
+def test_a_graph_is_captured_once_for_a_shape_and_a_replay_is_all_that_a_token_takes(gpu, at_work):
+    engine = at_work(4)
     assert gpu.streams.num_captures == 1
     graphs = list(engine._graphs._graphs.values())
     assert graphs[0].stream is not gpu.streams.default
@@ -155,11 +160,9 @@ def test_a_graph_is_captured_once_for_a_shape_and_a_replay_is_all_that_a_token_t
 
 
 @torch.inference_mode()
-def test_the_first_token_of_a_shape_runs_before_it_is_captured(gpu):
+def test_the_first_token_of_a_shape_runs_before_it_is_captured(gpu, at_work):
     """And both streams wait for each other around it."""
-    engine = engine_on("cuda")
-    engine.submit(0, PROMPTS[0], SamplingParams(24, n=3))
-    engine.step(1)
+    engine = at_work(1)
     began = len(gpu.streams.log)
     engine._advance(engine.num_live)
     said = [(done.who, done.what) for done in gpu.streams.log[began:]]
@@ -171,10 +174,8 @@ def test_the_first_token_of_a_shape_runs_before_it_is_captured(gpu):
     assert behind == ["capture"]
 
 
-def test_graphs_read_weights_that_are_copied_in_place_and_stamp_the_new_version(gpu):
-    engine = engine_on("cuda")
-    engine.submit(0, PROMPTS[0], SamplingParams(16, n=2))
-    engine.step(5)
+def test_graphs_read_weights_that_are_copied_in_place_and_stamp_the_new_version(gpu, at_work):
+    engine = at_work(5, SamplingParams(16, n=2))
     captured = gpu.streams.num_captures
     other = drawn_decoder(seed=1)
     with torch.no_grad():
@@ -190,20 +191,16 @@ def test_graphs_read_weights_that_are_copied_in_place_and_stamp_the_new_version(
         assert torch.allclose(c.generator_logprobs[5:], scored[5:], atol=SAME)
 
 
-def test_graphs_are_captured_anew_when_parameters_move(gpu):
-    engine = engine_on("cuda")
-    engine.submit(0, PROMPTS[0], SamplingParams(16, n=2))
-    engine.step(5)
+def test_graphs_are_captured_anew_when_parameters_move(gpu, at_work):
+    engine = at_work(5)
     weight = engine.decoder.output.weight
     engine.decoder.output.weight = torch.nn.Parameter(weight.detach().clone())
     engine.step(2)
     assert gpu.streams.num_captures == 2 and len(engine._graphs._graphs) == 1
 
 
-def test_an_engine_whose_memory_was_away_goes_on_with_what_it_had(gpu):
-    engine = engine_on("cuda")
-    engine.submit(0, PROMPTS[0], SamplingParams(16, n=2))
-    engine.step(5)
+def test_an_engine_whose_memory_was_away_goes_on_with_what_it_had(at_work):
+    engine = at_work(5, SamplingParams(16, n=2))
     turns = DeviceSharing(["generator", "trainer"])
     turns.join("generator", engine.offloadable)
     turns.join("trainer", list)

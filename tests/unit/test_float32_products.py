@@ -21,10 +21,6 @@ pytestmark = [pytest.mark.machine, pytest.mark.usefixtures("process_state")]
 EXACT_ERROR, BFLOAT16_ERROR = 2e-7, 2e-3
 
 
-def tried(medium, highest, high):
-    return (Measured("medium", *medium), Measured("highest", *highest), Measured("high", *high))
-
-
 def test_what_is_chosen_here_is_as_exact_as_the_most_exact_setting():
     use_float32_products(reproducible=True)
     generator = torch.Generator().manual_seed(0)
@@ -36,53 +32,42 @@ def test_what_is_chosen_here_is_as_exact_as_the_most_exact_setting():
         assert error < 2**-23 * inputs**0.5, "a float32 sum of so many products is nearer than that"
 
 
-def test_a_machine_that_multiplies_float32_in_bfloat16_under_medium_is_noticed():
-    measured = tried((BFLOAT16_ERROR, 560), (EXACT_ERROR, 134), (EXACT_ERROR, 134))
-    assert choose(measured, reproducible=True).setting == "highest"
-    assert choose(measured, reproducible=False).setting == "highest"
+@pytest.mark.parametrize(
+    "medium, highest, high, reproducible, chosen",
+    [
+        # A machine that multiplies float32 in bfloat16 under "medium" is noticed,
+        ((BFLOAT16_ERROR, 560), (EXACT_ERROR, 134), (EXACT_ERROR, 134), True, "highest"),
+        ((BFLOAT16_ERROR, 560), (EXACT_ERROR, 134), (EXACT_ERROR, 134), False, "highest"),
+        # and one with products of TF32 under "high".
+        ((BFLOAT16_ERROR, 560), (EXACT_ERROR, 134), (3e-4, 280), False, "highest"),
+        # The order decides between equals, and a clock only where it may.
+        ((2 * EXACT_ERROR, 100), (EXACT_ERROR, 110), (EXACT_ERROR, 200), True, "medium"),
+        ((2 * EXACT_ERROR, 100), (EXACT_ERROR, 110), (EXACT_ERROR, 200), False, "high"),
+        ((EXACT_ERROR, 100), (EXACT_ERROR, 110), (EXACT_ERROR, 110), False, "medium"),
+    ],
+)
+def test_the_setting_that_is_chosen(medium, highest, high, reproducible, chosen):
+    measured = {"medium": medium, "highest": highest, "high": high}
+    tried = [Measured(setting, *found) for setting, found in measured.items()]
+    assert choose(tuple(tried), reproducible=reproducible).setting == chosen
 
 
-def test_a_machine_with_tf32_products_under_high_is_noticed():
-    measured = tried((BFLOAT16_ERROR, 560), (EXACT_ERROR, 134), (3e-4, 280))
-    assert choose(measured, reproducible=False).setting == "highest"
+def reduced(x, weight, bias=None):
+    """F.linear of a machine whose products are bfloat16's under all settings but "highest"."""
+    if torch.get_float32_matmul_precision() != "highest":
+        x, weight = x.bfloat16().float(), weight.bfloat16().float()
+    return torch.addmm(torch.zeros(()), x, weight.T)
 
 
-def test_the_order_decides_between_equals_and_a_clock_only_where_it_may():
-    measured = tried((2 * EXACT_ERROR, 100), (EXACT_ERROR, 110), (EXACT_ERROR, 200))
-    assert choose(measured, reproducible=True).setting == "medium"
-    assert choose(measured, reproducible=False).setting == "high"
-    equals = tried((EXACT_ERROR, 100), (EXACT_ERROR, 110), (EXACT_ERROR, 110))
-    assert choose(equals, reproducible=False).setting == "medium"
-
-
-def reduced(setting_of):
-    """F.linear as on a machine whose products are bfloat16's under the settings that setting_of
-    says so of.
-    """
-
-    def linear(x, weight, bias=None):
-        if setting_of(torch.get_float32_matmul_precision()):
-            x, weight = x.bfloat16().float(), weight.bfloat16().float()
-        return torch.addmm(torch.zeros(()), x, weight.T)
-
-    return linear
-
-
-def test_reduced_products_are_noticed_by_measuring_them(monkeypatch):
+def test_reduced_products_are_noticed_by_measuring_them_which_leaves_the_setting(monkeypatch):
     torch.set_float32_matmul_precision("highest")
-    monkeypatch.setattr(precision.F, "linear", reduced(lambda setting: setting != "highest"))
+    monkeypatch.setattr(precision.F, "linear", reduced)
     assert measure("highest").error * EXACT < measure("medium").error
+    assert torch.get_float32_matmul_precision() == "highest"
     products = use_float32_products(reproducible=False)
     assert torch.get_float32_matmul_precision() == "highest"
-    assert re.match(
-        r"highest \(error \de-0\d, \d+ GFLOP/s\), not medium \(error \de-0[345], ", products
-    )
-
-
-def test_measuring_leaves_the_precision_as_it_was():
-    torch.set_float32_matmul_precision("highest")
-    measure("medium")
-    assert torch.get_float32_matmul_precision() == "highest"
+    said = r"highest \(error \de-0\d, \d+ GFLOP/s\), not medium \(error \de-0[345], "
+    assert re.match(said, products)
 
 
 def test_one_place_alone_sets_the_precision():

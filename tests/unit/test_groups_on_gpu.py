@@ -16,13 +16,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from executors.build import build_executors
 from llamarl.comm.channel import ConnectContext
-from llamarl.comm.control import Control
 from llamarl.comm.groups import RankInfo, World, executor_group
 from llamarl.config.command_line import RL, _read
 from llamarl.ddma.channel import Weights
 from llamarl.launch.graph import channels_between
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
+from tests.build.routes import control_of
 from tests.imagined_gpu import GPU
 
 NEW_GROUP = dist.new_group
@@ -82,17 +82,10 @@ def groups_of(rank, overrides, infos):
         job = Job(config, world, RunDirectory(Path(), None))
         generator, reward, references, trainer = build_executors(config, job)
         executors = [generator, reward, *references, trainer]
-        names = [f"rank {r}" for r in range(size)]
-        control = Control(None, rank=rank, world_size=size, leader=0, names=names)
-        for executor in executors:
-            executor_group(
-                executor.name,
-                job.placement[executor.name],
-                world,
-                30.0,
-                replicate=executor.replicate,
-                tensor_parallel=executor.tensor_parallel,
-            )
+        control = control_of(rank, size)
+        for one in executors:
+            mesh = {"replicate": one.replicate, "tensor_parallel": one.tensor_parallel}
+            executor_group(one.name, job.placement[one.name], world, 30.0, **mesh)
         context = ConnectContext(control, job.placement, infos, timeout_s=30.0)
         ends = []
         for channel in channels_between(executors):
@@ -116,9 +109,8 @@ def test_all_ranks_make_the_same_groups_in_the_same_order(placed, on):
     first, *others = [groups_of(rank, overrides, infos) for rank in range(8)]
     made, _, placement = first
     assert all(other[0] == made for other in others)
-    backends = {ranks: backend for ranks, backend in made if ranks == placement["trainer"]}
     has_own = per_gpu == 1
-    assert backends[placement["trainer"]] == ("cpu:gloo,cuda:nccl" if has_own else "gloo")
+    assert dict(made)[placement["trainer"]] == ("cpu:gloo,cuda:nccl" if has_own else "gloo")
     between = tuple(sorted({*placement["trainer"], *placement["generator"]}))
     kinds = [backend for ranks, backend in made if ranks == between]
     assert ("nccl" in kinds) is has_own and "gloo" in kinds

@@ -20,13 +20,16 @@ def ids(*tokens: int) -> torch.Tensor:
     return torch.tensor(tokens, dtype=torch.int64)
 
 
+def sequences_of(piece_tokens, *, slots, max_len=LONGEST, **options) -> GrowingSequences:
+    return GrowingSequences(piece_tokens=piece_tokens, slots=slots, max_len=max_len, **options)
+
+
 class Slots:
     """A cache that holds token ids: what a model would see."""
 
     def __init__(self, growing: GrowingSequences):
         self.growing = growing
         self.held = {}  # slot -> tokens
-        self.read = {}  # sequence -> [(begin, tokens)] since it was last begun
         self.ended = {}  # sequence -> its tokens, once
 
     def run(self, most: int) -> int:
@@ -84,9 +87,7 @@ def test_whatever_is_heard_each_whole_sequence_is_read_once_in_its_pieces(
     last_is_label, story, chunk, slots
 ):
     sequences, events = story
-    growing = GrowingSequences(
-        piece_tokens=chunk, slots=slots, max_len=LONGEST, last_is_label=last_is_label
-    )
+    growing = sequences_of(chunk, slots=slots, last_is_label=last_is_label)
     cache = Slots(growing)
     wanted = set()
     for (key, what), most in events:
@@ -117,7 +118,7 @@ def test_whatever_is_heard_each_whole_sequence_is_read_once_in_its_pieces(
 
 
 def test_pieces_are_of_the_chunk_and_the_last_waits_for_the_end():
-    growing = GrowingSequences(piece_tokens=4, slots=2, max_len=LONGEST)
+    growing = sequences_of(4, slots=2)
     growing.extend((3, 0), ids(1, 2, 3), 0, ids(4, 5, 6, 7, 8))
     (piece,) = growing.next_pass(100).pieces
     assert (piece.begin, piece.token_ids.tolist(), piece.next_id) == (0, [1, 2, 3, 4], 5)
@@ -130,7 +131,7 @@ def test_pieces_are_of_the_chunk_and_the_last_waits_for_the_end():
 
 
 def test_a_prompt_is_read_once_for_all_samples_of_its_ticket():
-    growing = GrowingSequences(piece_tokens=2, slots=3, max_len=LONGEST)
+    growing = sequences_of(2, slots=3)
     prompt = ids(1, 2, 3, 4, 5)
     for index in range(3):
         growing.extend((3, index), prompt, 0, ids(6, 7, 8))
@@ -142,7 +143,7 @@ def test_a_prompt_is_read_once_for_all_samples_of_its_ticket():
 
 
 def test_a_prompt_is_copied_once_something_is_read_behind_it():
-    growing = GrowingSequences(piece_tokens=2, slots=2, max_len=LONGEST)
+    growing = sequences_of(2, slots=2)
     prompt = ids(1, 2, 3, 4)
     growing.extend((3, 0), prompt, 0, ids(6))
     growing.next_pass(100)
@@ -154,7 +155,7 @@ def test_a_prompt_is_copied_once_something_is_read_behind_it():
 
 
 def test_what_a_pass_reads_is_copied_by_no_other_piece_of_it():
-    growing = GrowingSequences(piece_tokens=2, slots=2, max_len=LONGEST)
+    growing = sequences_of(2, slots=2)
     growing.finish((3, 0), ids(1, 2), ids())
     growing.finish((3, 1), ids(1, 2), ids(4))
     reading = growing.next_pass(100)
@@ -164,7 +165,7 @@ def test_what_a_pass_reads_is_copied_by_no_other_piece_of_it():
 
 
 def test_whole_sequences_go_first_and_take_the_slot_of_what_was_read_least():
-    growing = GrowingSequences(piece_tokens=2, slots=2, max_len=LONGEST)
+    growing = sequences_of(2, slots=2)
     growing.extend((0, 0), ids(1), 0, ids(2, 3, 4, 5))
     growing.extend((1, 0), ids(1), 0, ids(2, 3, 4, 5, 6, 7))
     growing.next_pass(100)
@@ -183,7 +184,7 @@ def test_whole_sequences_go_first_and_take_the_slot_of_what_was_read_least():
 
 
 def test_late_hints_begin_nothing_and_unfinished_sequences_are_bounded():
-    growing = GrowingSequences(piece_tokens=2, slots=1, max_len=LONGEST)
+    growing = sequences_of(2, slots=1)
     growing.finish((0, 0), ids(1), ids(2))
     growing.next_pass(100)
     growing.extend((0, 0), ids(1), 0, ids(2))
@@ -195,23 +196,21 @@ def test_late_hints_begin_nothing_and_unfinished_sequences_are_bounded():
 
 
 def test_what_cannot_be_read_is_refused():
-    growing = GrowingSequences(piece_tokens=2, slots=1, max_len=4)
+    growing = sequences_of(2, slots=1, max_len=4)
     with pytest.raises(ValueError, match="need 1 to 4"):
         growing.finish((0, 0), ids(1, 2, 3), ids(4, 5))
     growing.finish((0, 0), ids(1), ids(2))
     with pytest.raises(ValueError, match="ticket 0, sample 0 came twice"):
         growing.finish((0, 0), ids(1), ids(2))
     with pytest.raises(ValueError, match="slots=0"):
-        GrowingSequences(piece_tokens=2, slots=0, max_len=4)
+        sequences_of(2, slots=0)
 
 
 def test_passes_travel_as_numbers():
-    first = Piece(
-        key=(7, 1), slot=3, begin=4, token_ids=ids(5, 6), next_id=9, is_last=False, prompt_size=5
-    )
-    second = Piece(
-        key=(8, 0), slot=2, begin=0, token_ids=ids(1), next_id=-1, is_last=True, prompt_size=1
-    )
+    open_piece = {"token_ids": ids(5, 6), "next_id": 9, "is_last": False, "prompt_size": 5}
+    first = Piece(key=(7, 1), slot=3, begin=4, **open_piece)
+    last_piece = {"token_ids": ids(1), "next_id": -1, "is_last": True, "prompt_size": 1}
+    second = Piece(key=(8, 0), slot=2, begin=0, **last_piece)
     passes = [Pass(((0, 1, 4), (0, 2, 4)), (first, second)), Pass(), Pass((), (second,))]
     arrived = from_message(to_message(passes))
     assert [one.copies for one in arrived] == [one.copies for one in passes]
@@ -226,19 +225,18 @@ def test_passes_travel_as_numbers():
 def scorer(tmp_path_factory):
     path = tmp_path_factory.mktemp("scorer")
     theirs = write_scorer(path)
-    settings = model_settings(path, microbatch_tokens=60)
-    return theirs, ShardedScorer(settings, ALONE)
+    return theirs, ShardedScorer(model_settings(path, microbatch_tokens=60), ALONE)
 
 
 def streamed(decoder, asked, *, native, chunk, slots=4, seed=None, one_by_one=True) -> torch.Tensor:
     """[N]: scores of completions that come in pieces of random sizes, in a random order."""
-    reader = PieceReader(
-        decoder, ScoreHead(0), slots=slots, max_len=LONGEST, group=ALONE, one_by_one=one_by_one
-    )
+    sizes = {"slots": slots, "max_len": LONGEST}
+    reader = PieceReader(decoder, ScoreHead(0), group=ALONE, one_by_one=one_by_one, **sizes)
     if not native:
         reader.native = None
-    assert (reader.native is not None) == native
-    growing = GrowingSequences(piece_tokens=chunk, slots=slots, max_len=LONGEST)
+    elif reader.native is None:
+        pytest.skip("no compiler makes the kernels")
+    growing = sequences_of(chunk, slots=slots)
     left = {}
     for ticket, one in enumerate(asked):
         for index, tokens in enumerate(one.completions):
@@ -271,18 +269,10 @@ def streamed(decoder, asked, *, native, chunk, slots=4, seed=None, one_by_one=Tr
     return torch.tensor(list(scores.values()))
 
 
-def streamed_in_ways(decoder, asked, *, native: bool, chunk: int) -> list[torch.Tensor]:
+def streamed_in_ways(decoder, asked, **how) -> list[torch.Tensor]:
     """Scores that were read at the end, read ahead and dropped, and read ahead and kept."""
-    if native:
-        reader = PieceReader(
-            decoder, ScoreHead(0), slots=1, max_len=9, group=ALONE, one_by_one=True
-        )
-        if reader.native is None:
-            pytest.skip("no compiler makes the kernels")
-    found = []
-    for slots, seed in ((4, None), (2, 2), (12, 3)):
-        found.append(streamed(decoder, asked, native=native, chunk=chunk, slots=slots, seed=seed))
-    return found
+    ways = ((4, None), (2, 2), (12, 3))
+    return [streamed(decoder, asked, slots=slots, seed=seed, **how) for slots, seed in ways]
 
 
 @pytest.mark.machine
@@ -306,9 +296,8 @@ def test_a_streamed_score_has_the_same_bits_whatever_was_read_ahead(scorer, nati
     _, ours = scorer
     seen = {}
     for chunk in (3, 16):
-        seen[chunk], *others = streamed_in_ways(
-            ours.decoder, asked_for(4, 3), native=native, chunk=chunk
-        )
+        how = {"native": native, "chunk": chunk}
+        seen[chunk], *others = streamed_in_ways(ours.decoder, asked_for(3, 2), **how)
         for other in others:
             assert torch.equal(other, seen[chunk])
     if native:  # each row is summed in one order

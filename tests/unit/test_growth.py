@@ -3,6 +3,7 @@ with the number of ranks, and not with its square.
 """
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -16,38 +17,31 @@ from llamarl.comm import wire
 from llamarl.comm.channel import dp_rank_of
 from llamarl.comm.control import Control
 from llamarl.learning.buffer import GroupBuffer
-from llamarl.tickets.ledger import TicketLedger
 from llamarl.tickets.service import TicketService
+from tests.build.ledger import build_ledger
 from tests.simulated_mail import SimulatedMail
 from tests.unit.replaying import group
 
 MANY = 16
 
 
-class Counting(SimulatedMail):
-    """Mail that notes what is posted to other ranks."""
-
-    def __init__(self, rank, world):
-        super().__init__(rank, world, lambda: None)
-        self.posted = []
-
-    def post(self, rank, topic, payload):
-        if rank != self.rank:
-            self.posted.append((rank, topic, payload))
-        super().post(rank, topic, payload)
-
-
 def test_a_trainer_rank_is_told_its_own_part_of_a_batch_alone():
-    ledger = TicketLedger(groups_per_step=2 * MANY, max_lag=1, overcommit=0, num_pools=MANY)
-    world = []
+    told, world = [], []
+
+    class Noting(SimulatedMail):
+        def post(self, rank, topic, payload):
+            if self.is_leader and rank != self.rank and topic == "taken":
+                told.append(payload["tickets"])
+            super().post(rank, topic, payload)
+
+    ledger = build_ledger(groups_per_step=2 * MANY, overcommit=0, num_pools=MANY)
     for rank in range(MANY):
-        world.append(Counting(rank, world))
+        world.append(Noting(rank, world, lambda: None))
     ranks = tuple(range(MANY))
     services = [TicketService(ledger, mail, trainer_ranks=ranks, timeout_s=1.0) for mail in world]
     tickets = [ticket.index for ticket in ledger.start(2 * MANY, version=0)]
     ledger.finish(tickets)
     batches = [service.take(0) for service in services]
-    told = [payload["tickets"] for _, topic, payload in world[0].posted if topic == "taken"]
     assert sum(map(len, told)) == 2 * (MANY - 1), "all but the leader's own"
     assert sorted(sum(batches, [])) == tickets
     for rank, batch in enumerate(batches):
@@ -59,32 +53,15 @@ class Store:
 
     def __init__(self):
         self._store = dist.HashStore()
-        self.keys_checked = 0
         self.questions = 0
 
-    def check(self, keys):
-        self.keys_checked += len(keys)
-        self.questions += 1
-        return self._store.check(keys)
-
-    def get(self, key):
-        self.questions += 1
-        return self._store.get(key)
-
-    def multi_get(self, keys):
-        self.questions += 1
-        return self._store.multi_get(keys)
-
-    def set(self, key, value):
-        self._store.set(key, value)
-
-    def add(self, key, amount):
-        return self._store.add(key, amount)
+    def __getattr__(self, name):
+        self.questions += name in ("check", "get", "multi_get")
+        return getattr(self._store, name)
 
 
-def control_of(rank: int, ranks: int, store=None) -> Control:
-    names = [f"rank {one}" for one in range(ranks)]
-    return Control(store, rank=rank, world_size=ranks, leader=0, names=names)
+def control_of(rank: int, ranks: int, store=None, kind=Control) -> Control:
+    return kind(store, rank=rank, world_size=ranks, leader=0, names=["one"] * ranks)
 
 
 def test_the_leader_hears_of_all_beats_by_two_questions():
@@ -116,7 +93,7 @@ def test_trainer_ranks_that_meet_in_a_checkpoint_send_one_message_each_to_the_le
 
     trainer = SimpleNamespace(group=SimpleNamespace(ranks=tuple(range(MANY))))
     for rank in range(MANY):
-        control = Mail(None, rank=rank, world_size=MANY, leader=0, names=["one"] * MANY)
+        control = control_of(rank, MANY, kind=Mail)
         others = range(1, MANY) if rank == 0 else [0]
         for other in others:
             control._messages["at"].append((other, {"step": 4, "place": "before the export"}))
@@ -127,31 +104,20 @@ def test_trainer_ranks_that_meet_in_a_checkpoint_send_one_message_each_to_the_le
     assert sorted(posted) == sorted(to_leader + from_leader)
 
 
-@pytest.fixture
-def checkpoint(tmp_path):
-    """A checkpoint of MANY generators."""
-    control = control_of(0, 1)
-    expected = [("generator", rank) for rank in range(MANY)]
-    writer = Checkpointer(tmp_path, keep=1, control=control, expected=expected)
-    for rank in range(MANY):
-        writer.save_part(1, "generator", rank, {"in_work": [rank], "x": torch.zeros(1)})
-    writer.pump()
-    return tmp_path / "checkpoints" / "step_1"
-
-
 @pytest.mark.parametrize(
     "reads, most", [(in_work, 1), (lambda path: load_parts(path, "generator"), 2)]
 )
-def test_a_manifest_is_not_read_again_for_each_part(checkpoint, monkeypatch, reads, most):
-    read = []
+def test_a_manifest_is_not_read_again_for_each_part(tmp_path, reads, most):
+    """Of a checkpoint of many generators."""
+    expected = [("generator", rank) for rank in range(MANY)]
+    writer = Checkpointer(tmp_path, keep=1, control=control_of(0, 1), expected=expected)
+    for rank in range(MANY):
+        writer.save_part(1, "generator", rank, {"in_work": [rank], "x": torch.zeros(1)})
+    writer.pump()
     read_manifest = parts_module.read_manifest
-
-    def watched(path):
-        read.append(path)
-        return read_manifest(path)
-
-    monkeypatch.setattr(parts_module, "read_manifest", watched)
-    assert len(reads(checkpoint)) == MANY and len(read) <= most
+    with mock.patch.object(parts_module, "read_manifest", side_effect=read_manifest) as read:
+        assert len(reads(tmp_path / "checkpoints" / "step_1")) == MANY
+    assert read.call_count <= most
 
 
 def test_a_rank_decodes_its_own_groups_of_a_stored_part_alone(monkeypatch):

@@ -13,13 +13,8 @@ from llamarl.learning.logprobs import chunked_logprobs, make_head
 pytestmark = pytest.mark.machine
 
 FP32_TOLERANCE = 3e-6  # nats; logits of order 10 carry float32 rounding of 1e-6
-
-
-WAYS = {
-    "kept": (1 << 22, 0),
-    "narrow": (0, 1 << 26),
-    "recomputed": (0, 0),
-}  # KEEP_LOGITS, KEEP_BYTES
+# KEEP_LOGITS, KEEP_BYTES
+WAYS = {"kept": (1 << 22, 0), "narrow": (0, 1 << 26), "recomputed": (0, 0)}
 
 
 @pytest.fixture(params=list(WAYS))
@@ -63,14 +58,12 @@ def test_float32_values_are_those_of_float64_for_every_shape_and_chunk(
     for way in WAYS:
         with pytest.MonkeyPatch.context() as monkeypatch:
             go(monkeypatch, way)
-            got = chunked_logprobs(
-                hidden, weight, labels, temperature=temperature, chunk_tokens=chunk
-            )
+            given = {"temperature": temperature, "chunk_tokens": chunk}
+            got = chunked_logprobs(hidden, weight, labels, **given)
         for ours, exact in zip(got, want):
             assert ours.dtype == torch.float32
-            torch.testing.assert_close(
-                ours.double(), exact, atol=FP32_TOLERANCE / temperature, rtol=FP32_TOLERANCE
-            )
+            close = {"atol": FP32_TOLERANCE / temperature, "rtol": FP32_TOLERANCE}
+            torch.testing.assert_close(ours.double(), exact, **close)
 
 
 @pytest.mark.parametrize("entropy_grad", [False, True])
@@ -78,9 +71,8 @@ def test_gradients_pass_gradcheck_in_float64(path, entropy_grad):
     hidden, weight, labels = problem(7, 5, 11)
 
     def outputs(hidden, weight):
-        got = chunked_logprobs(
-            hidden, weight, labels, temperature=0.7, chunk_tokens=3, entropy_grad=entropy_grad
-        )
+        given = {"temperature": 0.7, "chunk_tokens": 3, "entropy_grad": entropy_grad}
+        got = chunked_logprobs(hidden, weight, labels, **given)
         return got if entropy_grad else got[0]
 
     assert torch.autograd.gradcheck(outputs, (hidden, weight), eps=1e-6, atol=1e-8, rtol=1e-6)
@@ -89,9 +81,8 @@ def test_gradients_pass_gradcheck_in_float64(path, entropy_grad):
 def test_backward_equals_autograd_through_the_full_logits(path):
     hidden, weight, labels = problem(50, 8, 31)
     upstream = torch.randn(2, 50, dtype=torch.float64)
-    got = chunked_logprobs(
-        hidden, weight, labels, temperature=1.3, chunk_tokens=16, entropy_grad=True
-    )
+    given = {"temperature": 1.3, "chunk_tokens": 16, "entropy_grad": True}
+    got = chunked_logprobs(hidden, weight, labels, **given)
     want = oracle(hidden, weight, labels, 1.3)
     ours = torch.autograd.grad(got, (hidden, weight), tuple(upstream))
     exact = torch.autograd.grad(want, (hidden, weight), tuple(upstream))
@@ -106,10 +97,12 @@ def test_backward_twice_gives_the_same_gradient_twice(path):
     assert all(torch.equal(a, b) for a, b in zip(first, second))
 
 
-def test_entropy_has_no_gradient_unless_asked():
-    hidden, weight, labels = problem(4, 3, 5)
-    assert not chunked_logprobs(hidden, weight, labels)[1].requires_grad
-    assert chunked_logprobs(hidden, weight, labels, entropy_grad=True)[1].requires_grad
+def test_entropy_has_no_gradient_unless_asked_and_temperature_zero_is_one():
+    given = problem(4, 3, 5)
+    assert not chunked_logprobs(*given)[1].requires_grad
+    assert chunked_logprobs(*given, entropy_grad=True)[1].requires_grad
+    zero, one = (chunked_logprobs(*given, temperature=t)[0] for t in (0.0, 1.0))
+    assert torch.equal(zero, one)
 
 
 def test_only_wanted_gradients_are_made(path):
@@ -120,12 +113,6 @@ def test_only_wanted_gradients_are_made(path):
     torch.testing.assert_close((hidden.grad, weight.grad), exact)
 
 
-def test_temperature_zero_is_one():
-    hidden, weight, labels = problem(4, 3, 5)
-    zero, one = (chunked_logprobs(hidden, weight, labels, temperature=t)[0] for t in (0.0, 1.0))
-    assert torch.equal(zero, one)
-
-
 def test_bfloat16_logits_get_a_float32_softmax(path):
     # Quarters, whose products bfloat16 holds: in no order of summation is anything rounded.
     hidden, weight, labels = problem(20, 16, 300, torch.bfloat16)
@@ -134,29 +121,19 @@ def test_bfloat16_logits_get_a_float32_softmax(path):
             factor.mul_(2).round_().clamp_(-3, 3).div_(4)
     logits = hidden.double() @ weight.double().T
     assert torch.equal(logits, F.linear(hidden, weight).double())
-    logp = logits.log_softmax(-1)
-    got, entropy = chunked_logprobs(hidden, weight, labels, chunk_tokens=20)
-    torch.testing.assert_close(
-        got.double(),
-        logp.gather(1, labels[:, None])[:, 0],
-        atol=FP32_TOLERANCE,
-        rtol=FP32_TOLERANCE,
-    )
-    torch.testing.assert_close(
-        entropy.double(), -(logp.exp() * logp).sum(-1), atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE
-    )
+    got = chunked_logprobs(hidden, weight, labels, chunk_tokens=20)
+    for ours, exact in zip(got, oracle(hidden, weight, labels, 1.0)):
+        close = {"atol": FP32_TOLERANCE, "rtol": FP32_TOLERANCE}
+        torch.testing.assert_close(ours.double(), exact, **close)
 
 
 def test_bfloat16_weight_gradients_of_many_chunks_add_up_in_float32(monkeypatch):
     # 1024 equal terms: added in bfloat16 they would stop growing at 256.
     go(monkeypatch, "recomputed")
-    hidden, weight = (
-        torch.ones(1024, 4, dtype=torch.bfloat16),
-        torch.zeros(2, 4, dtype=torch.bfloat16, requires_grad=True),
-    )
-    chunked_logprobs(hidden, weight, torch.zeros(1024, dtype=torch.int64), chunk_tokens=1)[
-        0
-    ].sum().backward()
+    hidden = torch.ones(1024, 4, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 4, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.zeros(1024, dtype=torch.int64)
+    chunked_logprobs(hidden, weight, labels, chunk_tokens=1)[0].sum().backward()
     assert weight.grad.tolist() == [[512.0] * 4, [-512.0] * 4]
 
 
@@ -178,34 +155,25 @@ class LargestTensor(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, torch.Tensor):
-                self.largest = max(
-                    self.largest, tensor.untyped_storage().nbytes() // tensor.element_size()
-                )
+                elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+                self.largest = max(self.largest, elements)
         return out
 
 
 @pytest.mark.parametrize("entropy_grad", [False, True])
 def test_no_tensor_grows_with_tokens_times_vocab(monkeypatch, entropy_grad):
     go(monkeypatch, "recomputed")
-    tokens = 400
-    dim = 4
-    vocab = 50
-    chunk = 10
-    hidden, weight, labels = problem(tokens, dim, vocab, torch.float32)
+    hidden, weight, labels = problem(400, 4, 50, torch.float32)
+    given = {"chunk_tokens": 10, "entropy_grad": entropy_grad}
     with LargestTensor() as seen:
-        logprobs, entropy = chunked_logprobs(
-            hidden, weight, labels, chunk_tokens=chunk, entropy_grad=entropy_grad
-        )
+        logprobs, entropy = chunked_logprobs(hidden, weight, labels, **given)
         (logprobs.sum() + entropy.sum()).backward()
-    assert seen.largest <= max(chunk * vocab, tokens * dim, vocab * dim) < tokens * vocab
+    assert seen.largest <= max(10 * 50, 400 * 4, 50 * 4) < 400 * 50
 
 
 def test_head_gives_the_labels_of_chosen_rows_and_their_gradients():
     hidden, weight, _ = problem(10, 4, 7)
-    rows, labels = (
-        torch.tensor([1, 4, 4, 9]),
-        torch.tensor([0, 3, 6, 3]),
-    )  # row 4 predicts two labels
+    rows, labels = torch.tensor([[1, 4, 4, 9], [0, 3, 6, 3]])  # row 4 predicts two labels
     got = make_head(labels, rows, entropy_grad=True)(hidden, weight)
     want = oracle(hidden[rows], weight, labels, 1.0)
     torch.testing.assert_close(got, want)
@@ -225,14 +193,15 @@ def test_no_labels_give_zero_gradients_not_none(path):
 
 
 @pytest.mark.parametrize(
-    ("labels", "options", "message"),
+    ("num_labels", "options", "message"),
     [
-        (torch.zeros(3, dtype=torch.int64), {}, "one label a token"),
-        (torch.zeros(4, dtype=torch.int64), {"temperature": -1.0}, "temperature >= 0"),
-        (torch.zeros(4, dtype=torch.int64), {"chunk_tokens": 0}, "chunk_tokens >= 1"),
+        (3, {}, "one label a token"),
+        (4, {"temperature": -1.0}, "temperature >= 0"),
+        (4, {"chunk_tokens": 0}, "chunk_tokens >= 1"),
     ],
 )
-def test_wrong_arguments_are_named(labels, options, message):
+def test_wrong_arguments_are_named(num_labels, options, message):
+    labels = torch.zeros(num_labels, dtype=torch.int64)
     with pytest.raises(ValueError, match=message):
         chunked_logprobs(torch.zeros(4, 2), torch.zeros(5, 2), labels, **options)
 
@@ -244,9 +213,8 @@ def test_kept_logits_give_the_bits_of_recomputed_ones(monkeypatch, dtype):
     for way in ("narrow", "recomputed"):
         go(monkeypatch, way)
         hidden, weight, labels = problem(30, 6, 40, dtype)
-        values = chunked_logprobs(
-            hidden, weight, labels, temperature=0.7, chunk_tokens=8, entropy_grad=True
-        )
+        given = {"temperature": 0.7, "chunk_tokens": 8, "entropy_grad": True}
+        values = chunked_logprobs(hidden, weight, labels, **given)
         (values[0].sum() + values[1].square().sum()).backward()
         found.append((*values, hidden.grad, weight.grad))
     assert all(torch.equal(a, b) for a, b in zip(*found)) and found[0][3].abs().max() > 0.1

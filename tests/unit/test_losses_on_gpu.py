@@ -55,49 +55,43 @@ def test_a_loss_on_a_gpu_is_a_cpus(name):
             assert torch.allclose(its, own, atol=1e-6), key
 
 
-def pairs():
-    """Three pairs of preferences, and three rows to learn."""
+def pairs(name):
+    """Three pairs of preferences, or three rows to learn."""
     random = torch.Generator().manual_seed(0)
 
     def ids(count):
         return torch.randint(4, 40, (count,), generator=random)
 
-    preferences = [Preference(ids(3), ids(n), ids(n + 2), margin=0.1) for n in (2, 4, 3)]
+    if name == "preferences":
+        return [Preference(ids(3), ids(n), ids(n + 2), margin=0.1) for n in (2, 4, 3)]
     learned = torch.tensor([False, False, True, True, True])
-    rows = [SFTPair(ids(5), learned) for _ in range(3)]
-    return {"preferences": preferences, "rows": rows}
+    return [SFTPair(ids(5), learned) for _ in range(3)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["preferences", "rows"])
 def test_a_supervised_step_on_a_gpu_is_a_cpus(name):
     """And so is its evaluation."""
+    is_scorer = name == "preferences"
+    settings = SupervisedSettings(
+        lr=1e-3,
+        schedule="constant",
+        warmup_steps=0,
+        max_steps=2,
+        microbatch_tokens=16,
+        max_grad_norm=1.0,
+    )
+    given = {"mesh": None, "compute_dtype": torch.float32, "score_seed": 0 if is_scorer else None}
     found = []
     for device in (CPU, GPU):
         with imagined_gpu() if device == GPU else contextlib.nullcontext():
-            is_scorer = name == "preferences"
-            decoder = training_decoder(
-                tiny_directory(),
-                mesh=None,
-                device=device,
-                compute_dtype=torch.float32,
-                score_seed=0 if is_scorer else None,
-            )
+            decoder = training_decoder(tiny_directory(), device=device, **given)
             objective = BradleyTerry(center_coef=0.1) if is_scorer else NextToken()
-            settings = SupervisedSettings(
-                lr=1e-3,
-                schedule="constant",
-                warmup_steps=0,
-                max_steps=2,
-                microbatch_tokens=16,
-                max_grad_norm=1.0,
-            )
             optimizer = torch.optim.SGD(decoder.parameters(), lr=1e-3)
-            update = SupervisedUpdate(
-                decoder, optimizer, objective, settings, group=None, device=device
-            )
-            row = update.run(pairs()[name], 0)
-            found.append((row, update.evaluate(pairs()[name])))
+            made = (decoder, optimizer, objective, settings)
+            update = SupervisedUpdate(*made, group=None, device=device)
+            row = update.run(pairs(name), 0)
+            found.append((row, update.evaluate(pairs(name))))
     (cpu, held_out), (gpu, its_held_out) = found
     same = rounding(terms=decoder.config.hidden_size, depth=4 * decoder.config.num_hidden_layers)
     assert gpu.keys() == cpu.keys() and its_held_out.keys() == held_out.keys()
