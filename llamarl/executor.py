@@ -68,32 +68,30 @@ class RecordSender(Protocol[ConsumedRecord]):
 
 
 class Ends(Generic[End]):
-    """This rank's ends of an executor's channels, each with the type of record that it carries."""
+    """This rank's ends of an executor's channels. by_record: each with the type of record that it
+    carries, in the order of the channels.
+    """
 
-    _side = "end"  # the word for an end in messages
+    side = "end"  # the word for an end in messages
 
     def __init__(self, executor: str, ends: Iterable[tuple[type, End]]):
-        self._executor = executor
-        self._ends = list(ends)
+        self.executor = executor
+        self.by_record = list(ends)
 
     def __iter__(self) -> Iterator[End]:
-        """Yield all ends, in the order of the channels."""
-        return (end for _, end in self._ends)
+        return (end for _, end in self.by_record)
 
-    def by_record(self) -> list[tuple[type, End]]:
-        """Return each end with the type of record that it carries."""
-        return list(self._ends)
-
-    def _all_of(self, record: type) -> list[End]:
-        return [end for carried, end in self._ends if carried is record]
+    def all_of(self, record: type) -> list[End]:
+        """Return every end that carries this type of record."""
+        return [end for carried, end in self.by_record if carried is record]
 
     def _only_one_of(self, record: type) -> End:
-        found = self._all_of(record)
+        found = self.all_of(record)
         if len(found) == 1:
             return found[0]
-        here = ", ".join(carried.__name__ for carried, _ in self._ends) or "none"
+        here = ", ".join(carried.__name__ for carried, _ in self.by_record) or "none"
         raise ValueError(
-            f"{self._executor} has {len(found)} {self._side}s that carry {record.__name__}, but "
+            f"{self.executor} has {len(found)} {self.side}s that carry {record.__name__}, but "
             f"needs exactly one; it has {here}. Connect one such channel in the recipe"
         )
 
@@ -101,7 +99,7 @@ class Ends(Generic[End]):
 class Inputs(Ends[RecordReceiver]):
     """The ends that an executor reads."""
 
-    _side = "input"
+    side = "input"
 
     def of(self, record: type[Record]) -> RecordReceiver[Record]:
         """Return the one end that brings this type of record. ValueError if there is none, or
@@ -109,25 +107,17 @@ class Inputs(Ends[RecordReceiver]):
         """
         return self._only_one_of(record)
 
-    def all_of(self, record: type[Record]) -> list[RecordReceiver[Record]]:
-        """Return every end that brings this type of record."""
-        return self._all_of(record)
-
 
 class Outputs(Ends[RecordSender]):
     """The ends that an executor writes."""
 
-    _side = "output"
+    side = "output"
 
     def of(self, record: type[Record]) -> RecordSender[Record]:
         """Return the one end that takes this type of record. ValueError if there is none, or
         several.
         """
         return self._only_one_of(record)
-
-    def all_of(self, record: type[Record]) -> list[RecordSender[Record]]:
-        """Return every end that takes this type of record."""
-        return self._all_of(record)
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,8 +402,8 @@ class Executor:
     # needs less.
     poll_s: float = POLL_S
 
-    _tickets: Tickets | None = None
-    _checkpoints: Checkpoints | None = None
+    tickets: Tickets  # of an executor that is attached with them
+    checkpoints: Checkpoints
 
     @property
     def consumes(self) -> tuple[type, ...]:
@@ -452,26 +442,6 @@ class Executor:
         """
         return ()
 
-    @property
-    def tickets(self) -> Tickets:
-        """The run's tickets, for an executor that was attached with them."""
-        assert self._tickets is not None, f"{self.name} was attached without tickets"
-        return self._tickets
-
-    @tickets.setter
-    def tickets(self, tickets: Tickets) -> None:
-        self._tickets = tickets
-
-    @property
-    def checkpoints(self) -> Checkpoints:
-        """The run's checkpoints, for an executor that was attached with them."""
-        assert self._checkpoints is not None, f"{self.name} was attached without checkpoints"
-        return self._checkpoints
-
-    @checkpoints.setter
-    def checkpoints(self, checkpoints: Checkpoints) -> None:
-        self._checkpoints = checkpoints
-
     def attach(
         self,
         group: ExecutorGroup,
@@ -492,8 +462,10 @@ class Executor:
         self.outputs = Outputs(self.name, outputs)
         self.control = control
         self.metrics = metrics
-        self._tickets = tickets
-        self._checkpoints = checkpoints
+        if tickets is not None:
+            self.tickets = tickets
+        if checkpoints is not None:
+            self.checkpoints = checkpoints
 
     def setup(self) -> None:
         """Build what is heavy. Collective over the executor's ranks."""

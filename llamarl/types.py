@@ -171,11 +171,14 @@ class Ending:
 
 
 ALONE = Ending(reason="completed", num_turns=1, reward=None, error="")  # no environment
-_UNMASKED = torch.ones(0, dtype=torch.bool)  # stands for a mask in which every token is
-_NOT_BY_TURN = torch.zeros(0)  # stands for rewards of whole completions alone
-_NOWHERE = torch.zeros(0, dtype=torch.bool)  # stands for a mask in which none is
-_AS_REWARDED = torch.zeros(0)  # stands for outcomes that are the rewards
-_AS_SCORED = torch.zeros(0, dtype=torch.bool)  # stands for training on all that have a score
+_NOT_GIVEN = torch.zeros(0)  # stands for a field that the record itself sets
+
+
+def _set_not_given(record: object, **values: Tensor) -> None:
+    """Set those of these fields that were not given, in a record that is frozen."""
+    for name, value in values.items():
+        if getattr(record, name) is _NOT_GIVEN:
+            object.__setattr__(record, name, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,10 +199,10 @@ class Completion:
     # [L] int64, the weights that sampled each token; of context those of the token before it
     policy_versions: Tensor
     finish_reason: FinishReason
-    loss_mask: Tensor = _UNMASKED  # [L] bool, whether it was sampled; not given: all were
+    loss_mask: Tensor = _NOT_GIVEN  # [L] bool, whether it was sampled; not given: all were
     # [L] bool, whether the model read this token as its first, where the template has rewritten
     # what came before, prompt included; such a token is context. Not given: nowhere.
-    restarts: Tensor = _NOWHERE
+    restarts: Tensor = _NOT_GIVEN
     ending: Ending = ALONE
     prompt: int | None = None  # as of its Ticket
     columns: Columns = field(default_factory=dict)
@@ -208,8 +211,11 @@ class Completion:
         tokens = self.token_ids.numel()
         logprobs = self.generator_logprobs.numel()
         versions = self.policy_versions.numel()
-        object.__setattr__(self, "loss_mask", _mask_of(self.loss_mask, tokens))
-        object.__setattr__(self, "restarts", _mask_of(self.restarts, tokens))
+        _set_not_given(
+            self,
+            loss_mask=torch.ones(tokens, dtype=torch.bool),
+            restarts=torch.zeros(tokens, dtype=torch.bool),
+        )
         if not tokens == logprobs == versions == self.loss_mask.numel():
             raise ValueError(
                 f"Completion {self.ticket}/{self.sample_index}: {tokens} tokens but {logprobs} "
@@ -261,13 +267,13 @@ class EvalCompletion:
     token_ids: Tensor
     policy_versions: Tensor  # [L] int64, all equal: an evaluation measures one version
     finish_reason: FinishReason
-    loss_mask: Tensor = _UNMASKED  # [L] bool, as of a Completion
+    loss_mask: Tensor = _NOT_GIVEN  # [L] bool, as of a Completion
     ending: Ending = ALONE
 
     def __post_init__(self):
         num_tokens = self.token_ids.numel()
         num_versions = self.policy_versions.numel()
-        object.__setattr__(self, "loss_mask", _mask_of(self.loss_mask, num_tokens))
+        _set_not_given(self, loss_mask=torch.ones(num_tokens, dtype=torch.bool))
         if not num_versions == num_tokens == self.loss_mask.numel():
             raise ValueError(
                 f"EvalCompletion of held-out prompt {self.prompt_index}: {num_tokens} tokens but "
@@ -346,29 +352,31 @@ class Group:
     outcomes: tuple[str, ...]  # G
     # [G] bool: the completions that are trained on. Not given: those with a score. Never an aborted
     # one, nor one without sampled tokens.
-    trained: Tensor = _AS_SCORED
+    trained: Tensor = _NOT_GIVEN
     # policy version of the reference that made ref_logprobs; 0: the weights before training
     ref_version: int = 0
-    loss_mask: Tensor = _UNMASKED  # [T] bool, as of a Completion
-    restarts: Tensor = _NOWHERE  # [T] bool, as of a Completion
+    loss_mask: Tensor = _NOT_GIVEN  # [T] bool, as of a Completion
+    restarts: Tensor = _NOT_GIVEN  # [T] bool, as of a Completion
     # [T] float32: what of a completion's reward is for the turn that ends with the token
-    turn_rewards: Tensor = _NOT_BY_TURN
+    turn_rewards: Tensor = _NOT_GIVEN
     # [G] float32: the outcomes, which are what of the rewards says whether a completion succeeded,
     # without novelty and other shaping; not given: the rewards
-    achieved: Tensor = _AS_REWARDED
+    achieved: Tensor = _NOT_GIVEN
     columns: tuple[Columns, ...] = ()  # G; not given: none has any
 
     def __post_init__(self):
-        if self.achieved is _AS_REWARDED:
-            object.__setattr__(self, "achieved", self.rewards)
         tokens = int(self.lengths.sum())
         size = self.lengths.numel()
+        _set_not_given(
+            self,
+            achieved=self.rewards,
+            turn_rewards=torch.zeros(tokens),
+            loss_mask=torch.ones(tokens, dtype=torch.bool),
+            restarts=torch.zeros(tokens, dtype=torch.bool),
+            trained=torch.tensor([kind == "score" for kind in self.outcomes], dtype=torch.bool),
+        )
         if not self.columns:
             object.__setattr__(self, "columns", ({},) * size)
-        if self.turn_rewards is _NOT_BY_TURN:
-            object.__setattr__(self, "turn_rewards", torch.zeros(tokens))
-        object.__setattr__(self, "loss_mask", _mask_of(self.loss_mask, tokens))
-        object.__setattr__(self, "restarts", _mask_of(self.restarts, tokens))
         of_turns = ("loss_mask", "restarts", "turn_rewards")
         for name in ("token_ids", "generator_logprobs", "policy_versions", *of_turns):
             elements = getattr(self, name).numel()
@@ -394,12 +402,9 @@ class Group:
                 f"Group {self.ticket}: {size} lengths, but {num_rewards} rewards, {reasons} finish "
                 f"reasons, {outcomes} outcomes and columns of {columns}"
             )
-        given = self.trained
-        if given is _AS_SCORED:
-            given = torch.tensor([kind == "score" for kind in self.outcomes], dtype=torch.bool)
         not_aborted = [reason != "aborted" for reason in self.finish_reasons]
         may_be = torch.tensor(not_aborted, dtype=torch.bool) & (self.sampled_lengths > 0)
-        object.__setattr__(self, "trained", given & may_be)
+        object.__setattr__(self, "trained", self.trained & may_be)
 
     @classmethod
     def of(cls, scored: Sequence[tuple[Completion, Outcome]]) -> Group:
@@ -412,7 +417,7 @@ class Group:
         tickets = sorted({c.ticket for c in parts})
         if len(tickets) != 1:
             raise ValueError(f"completions of several tickets in one group: {tickets}")
-        turn_rewards = _NOT_BY_TURN
+        turn_rewards = _NOT_GIVEN
         if any(outcome.turn_rewards for outcome in outcomes):
             turn_rewards = torch.cat([_at_ends_of_turns(*one) for one in scored])
         # The numbers of a completion without a score are 0, and no one reads them.
@@ -566,15 +571,6 @@ def _at_ends_of_turns(completion: Completion, outcome: Outcome) -> Tensor:
     given = torch.tensor(outcome.turn_rewards[: places.numel()], dtype=torch.float32)
     rewards[places[: given.numel()]] = given
     return rewards
-
-
-def _mask_of(mask: Tensor, num_tokens: int) -> Tensor:
-    """Return a mask of so many tokens, also where none was given."""
-    if mask is _UNMASKED:
-        return torch.ones(num_tokens, dtype=torch.bool)
-    if mask is _NOWHERE:
-        return torch.zeros(num_tokens, dtype=torch.bool)
-    return mask
 
 
 def read_by_model(prompt_ids: Tensor, token_ids: Tensor, restarts: Tensor) -> Tensor:

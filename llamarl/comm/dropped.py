@@ -164,11 +164,11 @@ class DroppedRecords:
         taken: dict[str, int] = {}
         untaken: dict[str, int] = {}
         sent: dict[str, int] = {}
-        for record, inbox in executor.inputs.by_record():
+        for record, inbox in executor.inputs.by_record:
             if isinstance(inbox, Receiver):
                 taken[record.__name__] = inbox.counts.of(subject)
                 untaken[record.__name__] = inbox.untaken(subject)
-        for record, outbox in executor.outputs.by_record():
+        for record, outbox in executor.outputs.by_record:
             if isinstance(outbox, Sender):
                 sent[record.__name__] = outbox.counts.of(subject)
         return Account(
