@@ -32,6 +32,7 @@ from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.logprobs import canary_of
 from llamarl.learning.optim import build_optimizer
 from llamarl.learning.samples import SampleMaker, StepWatch
+from llamarl.learning.step_metrics import measured
 from llamarl.learning.targets import verdict_of
 from llamarl.learning.trained_model import TrainedModel, TrainedModelSettings, load_decoder
 from llamarl.learning.update import PolicyUpdate, StepAborted, UpdateSettings
@@ -271,7 +272,7 @@ class FSDPTrainer(Executor):
         waited_s = time.monotonic() - self._wait_since
         groups = self.buffer.take(tickets, self.version)
         try:
-            result = self._update.run(groups, self.version, self._is_given_up)
+            row = self._update.run(groups, self.version, self._is_given_up)
         except StepAborted:
             self.buffer.untake(groups)
             self.tickets.untake(self.version)
@@ -286,15 +287,16 @@ class FSDPTrainer(Executor):
         reported |= self.buffer.metrics(ranks)
         reported |= self.tickets.yield_row()
         self.version += 1
-        self.tickets.trained(result.mean_reward if result.num_trained_tokens else math.nan)
-        stall_s = self._publish(must_differ=self._must_differ(result.grad_norm))
+        reward = row["reward/mean"] if row["tokens/trained"] else None
+        self.tickets.trained(math.nan if reward is None else reward)
+        stall_s = self._publish(must_differ=self._must_differ(measured(row, "grad_norm")))
         if self.resets_reference(self.version):
             send_reset(self._sender_to_reference, self.version, self.control)
         if self.group.index == 0:
             self.metrics.report(
                 self.version,
                 {
-                    **result.metrics,
+                    **row,
                     **reported,
                     "policy_version": self.version,
                     "tickets/overcommit": self.tickets.overcommit,

@@ -223,13 +223,6 @@ class Tally:
     # A loss may mask a logprob that is not finite, or not look at it; the batch is broken all the
     # same.
     log_ratio: Tensor | float = 0.0
-    # Over fresh tokens: the largest difference of trainer and generator logprobs (-1 without any),
-    # the sum of the squared differences, the same as the alarm counts them, and how many tokens
-    # there are.
-    farthest: Tensor | float = -1.0
-    squares: Tensor | float = 0.0
-    counted: Tensor | float = 0.0
-    fresh: Tensor | int = 0
     metrics: Metrics = field(default_factory=dict)
     checked: Metrics = field(default_factory=dict)  # of all ranks: losses, norms, parity
     # Of each microbatch, for a StepWatch: the places of its labels and the trainer's logprobs.

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from llamarl.comm.together import TrainerRanks
 from llamarl.errors import NotFinite, ParityError
+from llamarl.learning.fresh import FreshTokens
 from llamarl.learning.logprobs import (
     LateEnds,
     group_to_score,
@@ -44,11 +45,11 @@ from llamarl.learning.step_metrics import (
     Metric,
     Metrics,
     Reduction,
+    Row,
     Tally,
     batch_row,
     join,
     lag_histogram,
-    measured,
     metrics_of_loss,
     updates_row,
 )
@@ -58,7 +59,7 @@ from llamarl.models.build import Decoder
 from llamarl.models.fsdp import drop_gradients, next_backward, reshard, tensor_groups
 from llamarl.models.hf import named_parameters_hf
 from llamarl.models.lora import adapters_off
-from llamarl.models.parity import FULL_FRESH, Agreement, ParityLimits
+from llamarl.models.parity import ParityLimits
 from llamarl.models.protocol import Head
 from llamarl.types import Group, PackedBatch
 
@@ -93,9 +94,7 @@ class UpdateSettings:
     updates_per_batch: int = 1
     shaping: Shaping = field(default_factory=Shaping)
     filter_groups: bool = False  # groups of equal rewards are taken, and left out of the update
-    # The generator computes its K/V cache anew under new weights; else a completion that began
-    # under older ones goes on with theirs, and its logprobs are not the trainer's.
-    recomputes_kv: bool = False
+    recomputes_kv: bool = False  # the generator's; see FreshTokens
     late_ends: LateEnds | None = None  # what completions could not have when they were sampled
 
     @property
@@ -117,16 +116,6 @@ class UpdateSettings:
             max_steps=self.max_steps * updates,
             decay_steps=decay_steps,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """The results of a step, the same on every rank."""
-
-    grad_norm: float  # before clipping, the mean over the step's updates
-    mean_reward: float  # the task's own, of all groups that were taken; NaN if none has one
-    num_trained_tokens: float  # of the batch, over all ranks
-    metrics: dict[str, float | None]  # None: there was nothing to measure
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,12 +175,10 @@ class PolicyUpdate:
         self.step_options = step_options
         self.watch = watch
         self._device = device
-        self._agreement = (
-            None if settings.parity is None else Agreement(settings.parity, FULL_FRESH)
-        )
         tp = decoder.tensor_parallel
         self._tensor_parallel = tp
         self.ranks = TrainerRanks(group, device, tp)
+        self._fresh = FreshTokens(settings.parity, recomputes_kv=settings.recomputes_kv)
         names = [name for name, _ in named_parameters_hf(decoder)]
         self._tensor_groups = tensor_groups(decoder, names)
         parameters = list(decoder.parameters())
@@ -207,8 +194,9 @@ class PolicyUpdate:
         if critic is not None and critic.trunk is not None:
             self._models.append(critic.trunk)
 
-    def run(self, groups: list[Group], version: int, stop: Stop) -> StepResult:
-        """Make step `version` -> version + 1 on this rank's groups.
+    def run(self, groups: list[Group], version: int, stop: Stop) -> Row:
+        """Make step `version` -> version + 1 on this rank's groups. Return its metrics, the same on
+        every rank.
 
         StepAborted if any rank's stop() is true at a microbatch boundary before the first update;
         NotFinite; ParityError.
@@ -245,7 +233,7 @@ class PolicyUpdate:
             filtered=len(groups) - len(trained),
         )
         unused_share = totals["unused"] / max(1.0, totals["room"])
-        row = {
+        row: Row = {
             **updates_row(updates, self.ranks),
             **batch_row(groups, version, self.ranks),
             **of_targets,
@@ -257,13 +245,7 @@ class PolicyUpdate:
         if self.watch is not None:
             first_pass = [update.logprobs for update in updates[:parts]]
             self.watch.see(groups, trained, targets, cuts, first_pass)
-        mean_reward = row["reward/mean"]
-        return StepResult(
-            grad_norm=measured(row, "grad_norm"),
-            mean_reward=math.nan if mean_reward is None else mean_reward,
-            num_trained_tokens=measured(row, "tokens/trained"),
-            metrics=row,
-        )
+        return row
 
     # --- Before the first update ---
 
@@ -347,6 +329,8 @@ class PolicyUpdate:
     def _update(self, minibatch: Packing, update_id: _UpdateId, stop: Stop) -> Tally:
         """Collective: make one optimizer update. StepAborted, NotFinite, ParityError."""
         self._zero_grad()
+        if update_id.is_first:
+            self._fresh.begin(update_id.version)
         tally = Tally(completions=minibatch.num_completions)
         for i, microbatch in enumerate(minibatch.microbatches, start=1):
             if update_id.is_first:
@@ -360,7 +344,11 @@ class PolicyUpdate:
             share_gradients(self._copied, self._tensor_parallel.group)
         tally.checked = self._checked(tally, update_id)
         if update_id.is_first:
-            tally.checked |= self._checked_parity(tally, update_id)
+            try:
+                tally.checked |= self._fresh.checked(str(update_id), self.ranks)
+            except ParityError:
+                self._zero_grad()
+                raise
         rate = self.settings.rate(update_id.version, update_id.index)
         set_lr(self.optimizer, self.settings.lr * rate)
         self.optimizer.step()
@@ -400,7 +388,7 @@ class PolicyUpdate:
             tally.loss = tally.loss + of_values.detach()
         differences = logprobs.detach() - batch.generator_logprobs
         if update_id.is_first and batch.labels.numel():
-            self._add_parity(tally, differences, self._is_fresh(batch, update_id.version))
+            self._fresh.add(batch, differences)
         if self.watch is not None and update_id.index < s.minibatches_per_step:
             tally.logprobs.append((batch.places, logprobs.detach()))
         tally.log_ratio = tally.log_ratio + differences.sum()
@@ -490,53 +478,3 @@ class PolicyUpdate:
             f"{update_id.tickets[:8]}. Lower lr, or loss.ratio_cap, or look at these groups' "
             "logprobs"
         )
-
-    def _is_fresh(self, batch: PackedBatch, version: int) -> Tensor:
-        """Return [R] bool: labels sampled by these weights, with every token before them from these
-        weights too.
-        """
-        if self.settings.recomputes_kv:
-            return batch.policy_versions == version
-        # Versions never fall within a completion: one that began under this one is of it alone.
-        begun_N = torch.full_like(batch.groups, version).scatter_reduce(
-            0, batch.completions, batch.policy_versions, "amin"
-        )
-        return begun_N[batch.completions] == version
-
-    def _add_parity(self, tally: Tally, differences: Tensor, is_fresh: Tensor) -> None:
-        """Add a microbatch's differences [R] of trainer and generator logprobs to the tally."""
-        distances = differences.abs().masked_fill(~is_fresh, -1.0)
-        tally.farthest = distances.max().clamp(min=tally.farthest)  # keeps NaN
-        fresh_alone = differences.masked_fill(~is_fresh, 0.0)
-        tally.squares = tally.squares + fresh_alone.square().sum()
-        if self._agreement is not None:
-            tally.counted = tally.counted + self._agreement.limits.squares(fresh_alone)
-        tally.fresh = tally.fresh + is_fresh.sum()
-
-    def _checked_parity(self, tally: Tally, update_id: _UpdateId) -> Metrics:
-        """Collective: return how far trainer and generator logprobs are apart on fresh tokens;
-        nothing if there are none. ParityError if they are too far apart.
-        """
-        worst = self.ranks.max(farthest=float(tally.farthest))["farthest"]
-        total = self.ranks.sum(
-            squares=float(tally.squares), counted=float(tally.counted), fresh=int(tally.fresh)
-        )
-        if not total["fresh"]:
-            return {}
-        version = update_id.version
-        what = (
-            f"trainer, {update_id}: trainer and generator on tokens sampled from version {version} "
-            "alone"
-        )
-        if self._agreement is not None:
-            try:
-                squares, counted = total["squares"], total["counted"]
-                self._agreement.check(squares, int(total["fresh"]), what, counted=counted)
-            except ParityError:
-                self._zero_grad()
-                raise
-        typical = math.sqrt(total["squares"] / total["fresh"])
-        return {
-            "parity/logprob_diff_max": Metric(worst, Reduction.MAX),
-            "parity/logprob_diff_rms": Metric(typical, Reduction.MAX),
-        }

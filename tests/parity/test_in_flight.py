@@ -72,7 +72,7 @@ def test_a_run_goes_on_when_completions_span_a_swap(recompute_kv):
     submit(range(16, 32))
     engine.step(1)
     engine.step(1)
-    fresh = update.run(first, 0, lambda: False).metrics
+    fresh = update.run(first, 0, lambda: False)
     assert fresh["parity/logprob_diff_max"] < TOLERANCE
     load(
         engine,
@@ -82,6 +82,6 @@ def test_a_run_goes_on_when_completions_span_a_swap(recompute_kv):
     )
     second = finished(engine)
     assert all(set(group.policy_versions.tolist()) == {0, 1} for group in second)
-    row = update.run(second, 1, lambda: False).metrics
+    row = update.run(second, 1, lambda: False)
     judged = row["parity/logprob_diff_max"]
     assert judged < TOLERANCE if recompute_kv else judged is None

@@ -101,7 +101,7 @@ def policy_step(decoder, rank: int, ranks: int) -> dict[str, torch.Tensor]:
         assert all(
             torch.equal(whole(p.detach()), weights[name]) for name, p in decoder.named_parameters()
         )
-    metrics = update.run(groups, 0, lambda: False).metrics
+    metrics = update.run(groups, 0, lambda: False)
     out |= {
         f"metric/{name}": torch.tensor(value, dtype=torch.float64)
         for name, value in metrics.items()
@@ -238,7 +238,7 @@ def stepped(decoder, groups, ranks, loss_fn, settings, critic) -> dict[str, torc
     )
     out = {}
     for version in range(2):
-        metrics = update.run(groups, version, lambda: False).metrics
+        metrics = update.run(groups, version, lambda: False)
         out |= {
             f"metric{version}/{name}": torch.tensor(value, dtype=torch.float64)
             for name, value in metrics.items()

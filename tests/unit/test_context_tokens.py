@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.learning.packing import Packing, pack
+from llamarl.learning.step_metrics import Row
 from llamarl.learning.targets import Shaping, Targets, make_targets, shape
-from llamarl.learning.update import StepResult
 from llamarl.learning.values import CriticSettings
 from llamarl.models.attention import PackedAttention
 from llamarl.types import Completion, Ending, Group, Outcome
@@ -171,7 +171,7 @@ def reinforce(inputs):
     return -objective.sum() / inputs.num_loss_tokens, {}
 
 
-def gradients_of(groups: list[Group], **changes) -> tuple[list[torch.Tensor], StepResult]:
+def gradients_of(groups: list[Group], **changes) -> tuple[list[torch.Tensor], Row]:
     """What a step changes of each weight, and its result."""
     decoder = decoder_of()
     before = [p.detach().clone() for p in decoder.parameters()]
@@ -214,7 +214,7 @@ def test_the_logprobs_of_context_change_no_bit_of_a_step():
     changes, result = gradients_of(GROUPS)
     others, other = gradients_of([with_junk(group) for group in GROUPS])
     assert all(map(torch.equal, changes, others))
-    assert result.metrics == other.metrics
+    assert result == other
 
 
 @pytest.mark.parametrize("groups", [GROUPS, OPENED], ids=["apart", "opened"])
@@ -244,11 +244,11 @@ def test_the_gradient_is_that_of_the_sampled_tokens_alone(groups):
     loss.backward()
     norm = torch.stack([p.grad.square().sum() for p in decoder.parameters()]).sum().sqrt()
     _, result = gradients_of(groups, loss_fn=reinforce)
-    assert result.grad_norm == pytest.approx(float(norm), rel=STEP)
-    assert result.num_trained_tokens == total
+    assert result["grad_norm"] == pytest.approx(float(norm), rel=STEP)
+    assert result["tokens/trained"] == total
     everything = [dataclasses.replace(g, loss_mask=torch.ones_like(g.loss_mask)) for g in groups]
     _, of_all = gradients_of(everything, loss_fn=reinforce)
-    assert of_all.grad_norm != pytest.approx(float(norm), rel=1000 * STEP)
+    assert of_all["grad_norm"] != pytest.approx(float(norm), rel=1000 * STEP)
 
 
 def test_a_token_of_context_has_no_kl_and_the_score_stands_at_the_last_turn():

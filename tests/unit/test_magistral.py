@@ -170,7 +170,7 @@ def test_an_update_is_the_papers_whatever_the_microbatches(microbatch_tokens):
     groups = uneven_groups()
     objective, gradients = oracle(groups)
     update = update_of(loss_fn=LOSS, microbatch_tokens=microbatch_tokens, **MAGISTRAL)
-    got = update.run(groups, VERSION, go_on).metrics
+    got = update.run(groups, VERSION, go_on)
     assert got["loss/value"] == pytest.approx(-objective, rel=1e-5)
     assert_gradients(update, gradients)
     assert got["groups/filtered"] == 2, "one of equal rewards, one with a single reward"
@@ -182,7 +182,7 @@ def test_minibatches_have_their_own_mean_and_deviation():
     groups = [g for g in uneven_groups() if g.ticket not in (1, 2)]
     wanted = [oracle(groups[:2])[0], oracle(groups[2:])[0]]
     update = update_of(loss_fn=LOSS, minibatches_per_step=2, **MAGISTRAL, lr=1e-12)
-    got = update.run(groups, VERSION, go_on).metrics
+    got = update.run(groups, VERSION, go_on)
     assert got["loss/value"] == pytest.approx(-sum(wanted) / 2, rel=1e-5)
 
 
@@ -230,7 +230,7 @@ def test_two_data_parallel_shares_are_the_whole():
         results = list(
             pool.map(lambda update, share: update.run(share, VERSION, go_on), updates, shares)
         )
-    for row in (result.metrics for result in results):
+    for row in results:
         assert row["loss/value"] == pytest.approx(-objective, rel=1e-5)
         assert row["groups/filtered"] == 2
     # FSDP takes the mean over ranks; here it is taken by hand.
@@ -243,19 +243,16 @@ def test_two_data_parallel_shares_are_the_whole():
 def test_a_batch_without_any_signal_trains_nothing():
     groups = [group(1, [3, 4], [1.0, 1.0]), group(2, [2, 2], [0.0, 0.0])]
     update = update_of(loss_fn=LOSS, **MAGISTRAL)
-    got = update.run(groups, VERSION, go_on).metrics
+    got = update.run(groups, VERSION, go_on)
     assert (got["groups/filtered"], got["tokens/trained"], got["grad_norm"]) == (2, 0, 0)
     assert got["reward/mean"] == 0.5
 
 
 def test_without_the_filter_the_groups_count():
     groups = uneven_groups()
-    kept = update_of(loss_fn=LOSS, **MAGISTRAL).run(groups, VERSION, go_on).metrics
-    counted = (
-        update_of(loss_fn=LOSS, **{**MAGISTRAL, "filter_groups": False})
-        .run(groups, VERSION, go_on)
-        .metrics
-    )
+    kept = update_of(loss_fn=LOSS, **MAGISTRAL).run(groups, VERSION, go_on)
+    unfiltered = update_of(loss_fn=LOSS, **{**MAGISTRAL, "filter_groups": False})
+    counted = unfiltered.run(groups, VERSION, go_on)
     assert "groups/filtered" not in counted
     assert counted["tokens/trained"] == kept["tokens/trained"] + 7 + 9
     assert abs(counted["loss/value"] - kept["loss/value"]) > 1e-3

@@ -91,8 +91,8 @@ def test_a_step_is_that_with_a_frozen_reference():
         dataclasses.replace(g, ref_logprobs=scores)
         for g, scores in zip(groups, frozen_scores(groups), strict=True)
     ]
-    got = ours.run(groups, VERSION, go_on).metrics
-    want = theirs.run(given, VERSION, go_on).metrics
+    got = ours.run(groups, VERSION, go_on)
+    want = theirs.run(given, VERSION, go_on)
     assert want["kl/ref"] > 0.01
     assert got["kl/ref"] == pytest.approx(want["kl/ref"], abs=LOGPROBS)
     moved = 0.0

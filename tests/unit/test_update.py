@@ -86,7 +86,7 @@ def test_a_step_is_that_of_one_sequence_at_a_time(microbatch_tokens, skip):
     rate = SETTINGS.lr * (1 - VERSION / SETTINGS.max_steps) * SETTINGS.max_grad_norm / norm
     update = update_of(microbatch_tokens=microbatch_tokens, skip_zero_advantage=skip)
     before = weights_of(update)
-    metrics = update.run(groups_of(), VERSION, go_on).metrics
+    metrics = update.run(groups_of(), VERSION, go_on)
     largest = max(rate * g.abs().max().item() for g in gradients)
     for old, new, gradient in zip(before, weights_of(update), gradients):
         # the weights themselves are rounded to 1e-7 of their size
@@ -124,7 +124,7 @@ def test_the_reward_of_a_completion_that_is_not_trained_on_changes_nothing(garba
 def test_a_batch_with_nothing_to_train_is_a_step_of_no_change():
     update = update_of()
     before = weights_of(update)
-    metrics = update.run([group(2, [3, 2], [NAN, NAN])], VERSION, go_on).metrics
+    metrics = update.run([group(2, [3, 2], [NAN, NAN])], VERSION, go_on)
     assert all(torch.equal(a, b) for a, b in zip(weights_of(update), before))
     assert (metrics["grad_norm"], metrics["tokens/trained"], metrics["loss/value"]) == (
         0.0,
@@ -147,8 +147,8 @@ def test_the_loss_gets_a_reference_only_where_one_ran():
         group(4, [2, 3], [0.0, 1.0], ref_logprobs=-torch.arange(5.0)),
     )
     update = update_of(loss_fn=loss_fn)
-    assert update.run([without], VERSION, go_on).metrics["kl/ref"] is None and seen == [None]
-    assert update.run([with_one], VERSION, go_on).metrics["kl/ref"] > 0 and seen[1].tolist() == [
+    assert update.run([without], VERSION, go_on)["kl/ref"] is None and seen == [None]
+    assert update.run([with_one], VERSION, go_on)["kl/ref"] > 0 and seen[1].tolist() == [
         0.0,
         -1.0,
         -2.0,
@@ -282,9 +282,7 @@ def test_fresh_tokens_with_other_logprobs_are_a_parity_error_and_change_nothing(
 def test_parity_is_of_fresh_tokens_alone(offset, versions, tolerance, want):
     parity = None if tolerance is None else ParityLimits.of(fixed=tolerance)
     update = update_of(decoder_of(uniform=True), parity=parity)
-    got = update.run(own_logprobs(offset, versions), VERSION, go_on).metrics[
-        "parity/logprob_diff_max"
-    ]
+    got = update.run(own_logprobs(offset, versions), VERSION, go_on)["parity/logprob_diff_max"]
     assert got is want is None or got == pytest.approx(want, abs=1e-5)
 
 
@@ -304,7 +302,7 @@ def test_a_completion_that_went_on_under_new_weights_is_compared_only_if_its_cac
         with pytest.raises(ParityError):
             update.run([g], VERSION, go_on)
     else:
-        assert update.run([g], VERSION, go_on).metrics["parity/logprob_diff_max"] is None
+        assert update.run([g], VERSION, go_on)["parity/logprob_diff_max"] is None
 
 
 def test_one_completion_that_began_under_the_trainers_weights_is_compared_among_others():
@@ -354,7 +352,7 @@ def test_metrics_by_hand(microbatch_tokens):
     update = update_of(
         decoder_of(uniform=True), microbatch_tokens=microbatch_tokens, temperature=1.0
     )
-    got = update.run(groups, VERSION, go_on).metrics
+    got = update.run(groups, VERSION, go_on)
     # Trained: 5 tokens of group 0, 1 + 4 of group 1 (its last has no reward). Advantages: 0.5, -0.5
     # in both. Weights after the cap: [1 1], [4 1 1] in group 0, [1], [0.5 1 1 1] in group 1.
     weighted = 0.5 * 2 - 0.5 * 6 + 0.5 * 1 - 0.5 * 3.5
@@ -421,7 +419,7 @@ def test_completions_cut_at_a_deadline_are_counted_and_not_trained_on():
             finish_reasons=("aborted",) * 2,
         ),
     ]
-    got = update_of(skip_zero_advantage=False).run(groups, VERSION, go_on).metrics
+    got = update_of(skip_zero_advantage=False).run(groups, VERSION, go_on)
     assert got["completion/deadline_truncated_fraction"] == 4 / 5
     assert (got["tokens/deadline_truncated"], got["tokens/generated"], got["tokens/trained"]) == (
         3.0,
@@ -442,7 +440,7 @@ def test_metrics_of_a_loss_are_means_over_tokens_and_maxima():
 
     # 5 prompt tokens, then 1 and 2: two microbatches
     update = update_of(loss_fn=loss_fn, microbatch_tokens=7)
-    got = update.run([group(4, [2, 3], [0.0, 1.0])], VERSION, go_on).metrics
+    got = update.run([group(4, [2, 3], [0.0, 1.0])], VERSION, go_on)
     assert got["mine"] == pytest.approx(2.0) and got["mine/max"] == 3.0
 
 
@@ -527,13 +525,12 @@ def same(a, b):
 def test_a_step_is_so_many_ordinary_steps_on_its_parts():
     minibatches, passes = 2, 3
     once, groups = adam(minibatches_per_step=minibatches, updates_per_batch=passes), groups_of()
-    got = once.run(groups, VERSION, go_on).metrics
+    got = once.run(groups, VERSION, go_on)
     plain, each = adam(), len(groups) // minibatches
     rows = []
     for _ in range(passes):
         rows += [
-            plain.run(groups[i : i + each], VERSION, go_on).metrics
-            for i in range(0, len(groups), each)
+            plain.run(groups[i : i + each], VERSION, go_on) for i in range(0, len(groups), each)
         ]
     assert same(weights_of(once), weights_of(plain))
     assert {float(s["step"]) for s in once.optimizer.state.values()} == {
@@ -549,7 +546,7 @@ def test_a_step_is_so_many_ordinary_steps_on_its_parts():
     assert {name: got[name] for name in mean | by_token} == pytest.approx(mean | by_token, rel=1e-5)
     assert got["ratio/max"] == max(row["ratio/max"] for row in rows)
     assert got["tokens/trained"] == sum(tokens) / passes  # of the batch, each once
-    whole = adam().run(groups, VERSION, go_on).metrics
+    whole = adam().run(groups, VERSION, go_on)
     assert got["reward/mean"] == whole["reward/mean"] and got["lag/mean"] == whole["lag/mean"]
 
 
@@ -640,7 +637,7 @@ def test_parity_is_asked_of_the_first_update_alone():
         parity=ParityLimits.of(fixed=1e-4),
         max_grad_norm=100.0,
     )
-    row = update_of(decoder, **settings).run(fresh, VERSION, go_on).metrics
+    row = update_of(decoder, **settings).run(fresh, VERSION, go_on)
     assert (
         row["parity/logprob_diff_max"] < 1e-4 and row["ratio/max"] > 1.01
     )  # the later updates did differ
@@ -705,7 +702,7 @@ def test_a_loss_over_whole_groups_is_that_of_one_sequence_at_a_time():
         schedule="constant",
     )
     before = weights_of(update)
-    metrics = update.run(groups_of(), VERSION, go_on).metrics
+    metrics = update.run(groups_of(), VERSION, go_on)
     assert metrics["loss/value"] == pytest.approx(loss, rel=1e-5)
     assert metrics["coupled/square"] == pytest.approx(loss, rel=1e-5)
     assert set(seen) == {(float(count), 4.0)} and count == 3 + 2 + 3 + 2
@@ -727,7 +724,7 @@ def test_an_entropy_bonus_is_that_of_the_whole_softmax():
         update_of(loss_fn=regularised(policy_gradient, entropy_coef=c), **changes)
         for c in (0.0, coef)
     )
-    rows = [update.run([g], VERSION, go_on).metrics for update in (plain, bonus)]
+    rows = [update.run([g], VERSION, go_on) for update in (plain, bonus)]
     assert rows[1]["entropy"] == rows[0]["entropy"] == pytest.approx(total.item() / 17, rel=1e-5)
     largest = max(p.grad.abs().max().item() for p in decoder.parameters())
     assert largest > 1e-3

@@ -171,7 +171,7 @@ def assert_moved_alike(got, want, start, passes):
 def test_a_step_of_ppo_is_that_of_one_sequence_at_a_time(make, microbatch_tokens, passes):
     policy, critic, count = one_at_a_time(make, passes)
     update = ppo_update(make(), microbatch_tokens=microbatch_tokens, updates_per_batch=passes)
-    metrics = update.run(groups_of(), VERSION, go_on).metrics
+    metrics = update.run(groups_of(), VERSION, go_on)
     policies = [model.parameters() for model in (update.decoder, policy, decoder_of())]
     assert_moved_alike(*policies, passes)
     assert_moved_alike(update.critic.parameters, critic.parameters, make().parameters, passes)
@@ -196,7 +196,7 @@ def test_values_of_0_explain_nothing_and_equal_returns_leave_nothing_to_explain(
     critic = shared_critic(dataclasses.replace(PPO, gamma=1.0, gae_lambda=1.0))
     critic.head.weight.data.zero_(), critic.head.bias.data.zero_()
     update = ppo_update(critic, shaping=Shaping())
-    row = update.run([group(4, [2, 3], rewards)], VERSION, go_on).metrics
+    row = update.run([group(4, [2, 3], rewards)], VERSION, go_on)
     assert row["value/explained_variance"] == explained
 
 
@@ -204,7 +204,7 @@ def test_it_is_clipped_by_its_own_norm():
     free, clipped_one = ppo_update(own_critic()), ppo_update(own_critic(), max_grad_norm=1e-3)
     norms = []
     for update in (free, clipped_one):
-        norms.append(update.run(groups_of(), VERSION, go_on).metrics["value/grad_norm"])
+        norms.append(update.run(groups_of(), VERSION, go_on)["value/grad_norm"])
     assert norms[0] > 1e-2 and norms[1] == pytest.approx(norms[0], rel=STEP)
     moved = 0.0
     for p, start in zip(clipped_one.critic.parameters, own_critic().parameters):
