@@ -16,7 +16,7 @@ import warnings
 from bisect import insort
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
 
 import torch
@@ -36,14 +36,16 @@ class Packing:
     left out because their advantage is 0.
     """
 
-    microbatches: list[PackedBatch]
-    num_loss_tokens: float  # trained completion tokens
-    num_completions: float  # trained completions
-    num_groups: float  # groups of at least two trained completions
-    num_trained_groups: float  # groups of at least one
-    room: float  # this rank's microbatches times their token budget
-    unused_budget_fraction: float  # of the microbatches' token budgets: what no token takes, 0..1
-    has_reference: bool  # ref_logprobs hold a reference's; else they are zeros without meaning
+    microbatches: list[PackedBatch] = field(default_factory=list)
+    num_loss_tokens: float = 0.0  # trained completion tokens
+    num_completions: float = 0.0  # trained completions
+    num_groups: float = 0.0  # groups of at least two trained completions
+    num_trained_groups: float = 0.0  # groups of at least one
+    room: float = 0.0  # this rank's microbatches times their token budget
+    # of the microbatches' token budgets: what no token takes, 0..1
+    unused_budget_fraction: float = 0.0
+    # ref_logprobs hold a reference's; else they are zeros without meaning
+    has_reference: bool = False
 
     def over(self, ranks: TrainerRanks) -> Packing:
         """Collective: return this packing with counts over all ranks, and with as many microbatches
@@ -116,16 +118,7 @@ def pack(
     left out.
     """
     if not groups:
-        return Packing(
-            microbatches=[],
-            num_loss_tokens=0.0,
-            num_completions=0.0,
-            num_groups=0.0,
-            num_trained_groups=0.0,
-            room=0.0,
-            unused_budget_fraction=0.0,
-            has_reference=False,
-        )
+        return Packing()
     flat = _flatten(groups, targets)
     kept = flat.trained & flat.has_advantage if skip_zero_advantage else flat.trained
     if largest_over_ranks is not None and not (whole_groups and bool(kept.all())):

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from llamarl.learning.losses.best_of_group import best_and_worst
-from llamarl.learning.targets import (
+from llamarl.learning.advantages import (
     ADVANTAGES,
     GROUP_STD_EPS,
     gae,
@@ -15,6 +14,7 @@ from llamarl.learning.targets import (
     group_mean_std,
     leave_one_out,
 )
+from llamarl.learning.losses.best_of_group import best_and_worst
 
 NAN = float("nan")
 EXACT = 1e-6  # float32 outputs of float64 arithmetic

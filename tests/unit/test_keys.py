@@ -14,8 +14,8 @@ from llamarl.config.keys import sentence_of
 from llamarl.config.preferences import PREFERENCES
 from llamarl.config.supervised import REWARD_MODEL, SFT
 from llamarl.launch.identity import THE_DATA, Difference, Identity, differences
+from llamarl.learning.advantages import ADVANTAGES
 from llamarl.learning.optim import SCHEDULES
-from llamarl.learning.targets import ADVANTAGES
 from llamarl.models.quantize import QUANTIZED
 from llamarl.observe.compare import TELLING
 from llamarl.tickets.governors import GOVERNORS

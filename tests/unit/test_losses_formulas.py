@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llamarl.learning.advantages import gae, group_mean_std, leave_one_out
 from llamarl.learning.losses.common import (
     MAX_LOG_RATIO,
     half_square,
@@ -26,7 +27,6 @@ from llamarl.learning.losses.common import (
 )
 from llamarl.learning.losses.inputs import Completions
 from llamarl.learning.losses.regularisers import ESTIMATORS, kl_to_reference, regularised
-from llamarl.learning.targets import gae, group_mean_std, leave_one_out
 from llamarl.learning.values import value_loss
 from tests.loss_problems import PUBLISHED, Problem, inputs_of, problem
 

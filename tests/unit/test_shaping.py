@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.comm.together import TrainerRanks
+from llamarl.learning.advantages import group_mean
 from llamarl.learning.targets import (
     STD_EPS,
     Rewards,
     Shaping,
     Targets,
-    group_mean,
     make_targets,
     moments,
     shape,
