@@ -254,8 +254,9 @@ def seconds_of(retry_after: str | None) -> float | None:
     """
     if retry_after is None:
         return None
-    if retry_after.strip().isdecimal():
-        return float(retry_after)
+    number = retry_after.strip()
+    if number.isdecimal():
+        return float(number)
     try:
         then_s = email.utils.parsedate_to_datetime(retry_after).timestamp()
     except (ValueError, OverflowError, OSError):  # no date, or one that is no time of this machine

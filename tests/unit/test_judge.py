@@ -248,6 +248,7 @@ def test_seconds_of_a_retry_after():
     assert seconds_of(None) is None and seconds_of("soon") is None
     assert seconds_of("Mon, 01 Jan 0001 00:00:00 -0000") in (None, 0.0)
     assert seconds_of("12") == 12.0
+    assert seconds_of("\x1f12") == 12.0, "white space to str.strip, and not to float"
     assert seconds_of("Mon, 01 Jan 2024 00:00:00 +99999999999999999999") is None
     assert seconds_of(email.utils.formatdate(time.time() - 100)) == 0.0
     assert seconds_of(email.utils.formatdate(time.time() + 1e6)) > 1e5
