@@ -21,8 +21,6 @@ from llamarl.learning.samples import (
 from llamarl.learning.targets import Targets
 from llamarl.observe.rows import RowWriter
 from llamarl.observe.samples import FILE_NAME, SampleFile, read_samples, sample_lines
-from llamarl.scoring.scorer import site_alone
-from llamarl.scoring.weighted import Weighted, WeightedPart
 from llamarl.types import Group, Outcome
 from llamarl.words.choices import GROUP_FIELDS
 from tests.build.completion import build_completion
@@ -253,35 +251,6 @@ def test_a_group_of_a_checkpoint_without_columns_has_none():
     assert old.columns == ({}, {})
     with pytest.raises(ValueError, match="Group 3: 2 lengths, .* columns of 1"):
         dataclasses.replace(group, columns=({},))
-
-
-class Fixed:
-    """A scorer that gives every item the same."""
-
-    def __init__(self, value):
-        self.value = value
-        self.keys = []
-        self.is_novelty = False
-
-    def submit(self, key, item):
-        self.keys.append(key)
-
-    def poll(self):
-        keys, self.keys = self.keys, []
-        return [(key, Outcome.score(self.value)) for key in keys]
-
-
-def test_a_weighted_reward_tells_what_its_parts_gave_before_their_weights():
-    values = (1.0, 0.5)
-    parts = [
-        WeightedPart(f"part{n}", lambda site, value=value: Fixed(value), weight=2.0)
-        for n, value in enumerate(values)
-    ]
-    weighted = Weighted(parts, site_alone(torch.device("cpu")))
-    weighted.submit(0, type("Item", (), {"is_held_out": False})())
-    ((_, outcome),) = weighted.poll()
-    assert outcome.columns == {f"reward/part{n}/mean": one for n, one in enumerate(values)}
-    assert outcome.value == 2.0 * sum(values)
 
 
 # --- The file ---

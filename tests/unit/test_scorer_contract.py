@@ -3,7 +3,6 @@
 import math
 import threading
 import time
-from collections import deque
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from llamarl.scoring.judge import Judge
 from llamarl.scoring.pool import RewardPool
-from llamarl.scoring.scorer import Scorer, text_item
+from llamarl.scoring.scorer import text_item
 from llamarl.types import Outcome
 from tests.build.kind_settings import judge_settings
 from tests.judge_server import JudgeServer, Reply
@@ -34,72 +33,6 @@ def score_all(prompts, completions, metas):
     return [score(*one) for one in zip(prompts, completions, metas)]
 
 '''
-
-
-class ThreadScorer(Scorer):
-    """The least that is a scorer: a thread that scores one item after the other, as one would that
-    asks a server.
-    """
-
-    name = "thread"
-
-    def __init__(self, *, on_result):
-        self._on_result = on_result
-        self._asked = deque()
-        self._known = deque()
-        self._is_asked = threading.Semaphore(0)
-        self._is_known = threading.Event()
-        self._thread = threading.Thread(target=self._work, daemon=True)
-        self._num_pending = 0
-
-    @property
-    def pending(self):
-        return self._num_pending
-
-    @property
-    def is_busy(self):
-        return self.pending >= 2
-
-    def start(self):
-        self._thread.start()
-
-    def submit(self, key, item):
-        self._num_pending += 1
-        self._asked.append((key, item.prompt.text, item.text, item.meta))
-        self._is_asked.release()
-
-    def poll(self):
-        self._is_known.clear()
-        outcomes = [self._known.popleft() for _ in range(len(self._known))]
-        self._num_pending -= len(outcomes)
-        return outcomes
-
-    def wait(self, timeout_s):
-        return self._is_known.wait(timeout_s)
-
-    def close(self):
-        self._asked.clear()
-        self._num_pending = 0
-        if self._thread.is_alive():
-            self._is_asked.release()
-            self._thread.join()
-
-    def _work(self):
-        while True:
-            self._is_asked.acquire()
-            if not self._asked:
-                return
-            key, prompt, completion, meta = self._asked.popleft()
-            self._known.append((key, self._outcome(prompt, completion, meta)))
-            self._is_known.set()
-            self._on_result()
-
-    def _outcome(self, prompt, completion, meta):
-        if completion == "error":
-            return Outcome.error("cannot score " + prompt)
-        if completion == "abstain":
-            return Outcome.abstain("it says so")
-        return Outcome("score", float(len(prompt) + meta["extra"]), "")
 
 
 class JudgedScorer(Judge):
@@ -144,87 +77,77 @@ SCORERS = {
     "a function": partial(RewardPool, "scoring:score"),
     "an async function": partial(RewardPool, "scoring:score_later"),
     "a function of all completions": partial(RewardPool, "scoring:score_all", num_workers=2),
-    "a thread": ThreadScorer,
     "a judge": JudgedScorer,
 }
 NEVER_ABSTAINS = (JudgedScorer,)
 
 
-@pytest.fixture(params=list(SCORERS))
-def make(request, tmp_path, monkeypatch):
-    """make(on_result) is a scorer; each is closed at the end."""
-    (tmp_path / "scoring.py").write_text(MODULE)
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="module", params=list(SCORERS))
+def make(request, tmp_path_factory):
+    """make(on_result) is a scorer that has started; each is closed at the end."""
+    folder = tmp_path_factory.mktemp("scoring")
+    (folder / "scoring.py").write_text(MODULE)
     made = []
 
     def make(on_result=lambda: None):
         made.append(SCORERS[request.param](on_result=on_result))
+        made[-1].start()
         return made[-1]
 
-    yield make
-    for scorer in made:
-        scorer.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        yield make
+        for scorer in made:
+            scorer.close()
+
+
+@pytest.fixture(scope="module")
+def one_scorer(make):
+    return make()
 
 
 @pytest.fixture
-def scorer(make):
-    scorer = make()
-    scorer.start()
-    return scorer
+def scorer(one_scorer):
+    """The one scorer, with nothing to do."""
+    yield one_scorer
+    collect(one_scorer)
+
+
+def ask(scorer, *asked, first=0):
+    """Submit (prompt, completion, extra) under the keys that follow each other."""
+    keys = range(first, first + len(asked))
+    for key, (prompt, completion, extra) in zip(keys, asked):
+        scorer.submit(key, text_item(prompt, completion, {"extra": extra}))
+    scorer.release(keys)
 
 
 def collect(scorer):
     """All outcomes, in the order in which they became known."""
     outcomes = scorer.poll()
     give_up = time.monotonic() + PATIENCE_S
-    while scorer.pending:
+    while pending := scorer.pending:
         assert time.monotonic() < give_up
         scorer.wait(0.1)
-        outcomes += scorer.poll()
+        come = scorer.poll()
+        assert scorer.pending == pending - len(come), "submitted, and not yet returned"
+        outcomes += come
     return outcomes
 
 
-def test_every_item_is_answered_once_under_its_key(scorer):
-    keys = [7, 0, 3, *range(100, 300)]
-    for key in keys:
-        scorer.submit(key, text_item("p" * (key % 5), "c", {"extra": key}))
-    scorer.release(keys)
+def test_every_item_is_answered_once_under_its_key_and_much_to_do_is_busy(scorer):
+    assert not scorer.is_busy and scorer.pending == 0
+    asked = [("p" * (key % 5), "c", key) for key in range(300)]
+    ask(scorer, *asked, first=7)
+    assert scorer.is_busy and scorer.pending == 300
     outcomes = collect(scorer)
     assert isinstance(scorer.name, str) and scorer.name
-    assert sorted(key for key, _ in outcomes) == sorted(keys)
-    assert {key: outcome.value for key, outcome in outcomes} == {k: k % 5 + k for k in keys}
-    assert scorer.poll() == []
+    assert sorted(key for key, _ in outcomes) == list(range(7, 307))
+    assert all(outcome.value == (key - 7) % 5 + key - 7 for key, outcome in outcomes)
+    assert scorer.poll() == [] and not scorer.is_busy
 
 
-def test_what_is_pending_was_submitted_and_not_yet_returned(scorer):
-    assert scorer.pending == 0
-    for key in range(3):
-        scorer.submit(key, text_item("p", "c", {"extra": 0}))
-    scorer.release(range(3))
-    assert scorer.pending == 3
-    returned = 0
-    give_up = time.monotonic() + PATIENCE_S
-    while returned < 3:
-        assert time.monotonic() < give_up
-        scorer.wait(0.1)
-        returned += len(scorer.poll())
-        assert scorer.pending == 3 - returned
-
-
-def test_it_is_busy_with_much_to_do_and_never_with_nothing(scorer):
-    assert not scorer.is_busy
-    for key in range(300):
-        scorer.submit(key, text_item(f"p{key}", "c", {"extra": 0}))
-    scorer.release(range(300))
-    assert scorer.is_busy
-    collect(scorer)
-    assert not scorer.is_busy
-
-
-def test_an_error_and_an_abstention_are_no_score_and_say_why(scorer):
-    for key, completion in enumerate(("error", "abstain", "c")):
-        scorer.submit(key, text_item("prompt", completion, {"extra": key}))
-    scorer.release(range(3))
+def test_an_error_and_an_abstention_are_no_score_and_say_why_and_it_goes_on(scorer):
+    ask(scorer, ("prompt", "error", 0), ("prompt", "abstain", 1), ("prompt", "c", 2))
     outcomes = dict(collect(scorer))
     assert (outcomes[0].kind, outcomes[2].kind) == ("error", "score")
     assert math.isnan(outcomes[0].value) and "cannot score prompt" in outcomes[0].reason
@@ -232,39 +155,27 @@ def test_an_error_and_an_abstention_are_no_score_and_say_why(scorer):
         assert outcomes[1].kind == "abstain" and outcomes[1].reason
         assert math.isnan(outcomes[1].value)
     assert outcomes[2] == Outcome("score", 8.0, "")
-
-
-def test_it_goes_on_after_an_error(scorer):
-    scorer.submit(0, text_item("p", "error", {"extra": 0}))
-    scorer.release([0])
+    ask(scorer, ("pp", "error", 0))
     collect(scorer)
-    scorer.submit(1, text_item("pp", "c", {"extra": 0}))
-    scorer.release([1])
-    assert collect(scorer) == [(1, Outcome("score", 2.0, ""))]
+    ask(scorer, ("pp", "c", 0))
+    assert collect(scorer) == [(0, Outcome("score", 2.0, ""))]
 
 
-def test_who_waits_is_told_of_a_result(make):
+def test_who_waits_is_told_of_a_result_and_a_closed_scorer_has_none(make):
     heard = threading.Event()
     scorer = make(on_result=heard.set)
-    scorer.start()
-    scorer.submit(0, text_item("p", "c", {"extra": 0}))
-    scorer.release([0])
+    ask(scorer, ("p", "c", 0))
     outcomes = scorer.poll()
     if not outcomes:
         assert heard.wait(PATIENCE_S)
     assert outcomes + collect(scorer) == [(0, Outcome("score", 1.0, ""))]
+    ask(scorer, *[("p", "c", 0)] * 5)
+    scorer.close()
+    assert scorer.pending == 0
+    scorer.close()
 
 
 def test_a_wait_with_nothing_to_come_ends_by_itself(scorer):
     give_up = time.monotonic() + PATIENCE_S
     while scorer.wait(0.01):  # of two processes the second may still be starting
         assert time.monotonic() < give_up and scorer.poll() == []
-
-
-def test_closing_drops_what_is_pending_and_may_be_done_twice(scorer):
-    for key in range(5):
-        scorer.submit(key, text_item("p", "c", {"extra": 0}))
-    scorer.release(range(4))
-    scorer.close()
-    assert scorer.pending == 0
-    scorer.close()

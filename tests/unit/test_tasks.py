@@ -8,6 +8,7 @@ import math
 import random
 import re
 import sys
+import unicodedata
 from datetime import date, datetime
 from decimal import Decimal
 from functools import partial
@@ -58,40 +59,52 @@ def read(prompt):
     return "".join(map(chr, prompt.prompt_ids.tolist()[1:]))
 
 
-def write_jsonl(path, rows):
-    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
-    return path
+@pytest.fixture
+def file(tmp_path):
+    """file(rows or bytes, name): a file of JSON lines."""
+
+    def write(content, name="t.jsonl"):
+        if not isinstance(content, bytes):
+            content = ("\n".join(map(json.dumps, content)) + "\n").encode()
+        (tmp_path / name).write_bytes(content)
+        return tmp_path / name
+
+    return write
+
+
+def build(kind="jsonl", tokenizer=None, **settings):
+    return build_task(kind, tokenizer or CharTokenizer(), **settings)
 
 
 def rows(n):
     return [{"prompt": f"q{i}", "answer": f"a{i}"} for i in range(n)]
 
 
-# --- addition ---
+def texts(task):
+    """The prompts to train on, and those held out."""
+    trained = [task.train_prompt(i).text for i in range(task.num_train)]
+    return trained, [task.eval_prompt(j).text for j in range(task.num_eval)]
+
+
+# --- addition and questions ---
 
 
 def test_addition_is_the_fixed_split_that_figures_are_compared_on():
-    task = build_task("addition", CharTokenizer(), chat=False, max_prompt_tokens=16)
+    task = build("addition", chat=False, max_prompt_tokens=16)
     pairs = list(product(range(10, 100), repeat=2))
     random.Random(0).shuffle(pairs)
-    asked = [task.eval_prompt(j).text for j in range(task.num_eval)] + [
-        task.train_prompt(i).text for i in range(task.num_train)
-    ]
-    assert asked == [f"{a}+{b}=" for a, b in pairs]
+    trained, held = texts(task)
+    assert held + trained == [f"{a}+{b}=" for a, b in pairs]
     assert (task.num_train, task.num_eval) == (7600, 500)
     prompt = task.train_prompt(0)
-    assert read(prompt) == prompt.text and prompt.meta["answer"] == str(
-        sum(map(int, re.findall(r"\d+", prompt.text)))
-    )
-
-
-# --- questions ---
+    assert read(prompt) == prompt.text
+    assert prompt.meta["answer"] == str(sum(map(int, re.findall(r"\d+", prompt.text))))
 
 
 @pytest.mark.parametrize("name, count", [("sum", 400), ("larger", 380)])
 def test_questions_are_all_pairs_of_which_a_tenth_is_held_out(name, count):
     settings = {"name": name, "least": 1, "most": 20, "max_prompt_tokens": 128}
-    task = build_task("questions", CharTokenizer(), **settings)
+    task = build("questions", **settings)
     asked = [task.eval_prompt(j) for j in range(task.num_eval)]
     asked += [task.train_prompt(i) for i in range(task.num_train)]
     assert len({prompt.text for prompt in asked}) == len(asked) == count
@@ -111,130 +124,101 @@ def test_questions_are_all_pairs_of_which_a_tenth_is_held_out(name, count):
 )
 def test_questions_that_there_are_not_are_refused(name, most, what):
     with pytest.raises(ValueError, match=re.escape(what)):
-        build_task("questions", CharTokenizer(), name=name, most=most)
+        build("questions", name=name, most=most)
 
 
-# -- JSONL and GSM8K
-# --------------------------------------------------------------------------------------------------
+# --- JSONL and GSM8K ---
 
 
-def test_jsonl_meta_is_the_rest_of_the_row_with_the_answer_under_answer(tmp_path):
-    file = write_jsonl(
-        tmp_path / "t.jsonl", [{"q": f"q{i}", "gold": i, "level": "hard"} for i in range(2)]
-    )
-    task = build_task(
-        "jsonl", CharTokenizer(), path=file, eval_path=file, prompt_key="q", answer_key="gold"
-    )
-    assert (task.train_prompt(1).text, task.train_prompt(1).meta) == (
-        "q1",
-        {"gold": 1, "level": "hard", "answer": 1},
-    )
+def test_jsonl_meta_is_the_rest_of_the_row_with_the_answer_under_answer(file):
+    path = file([{"q": f"q{i}", "gold": i, "level": "hard"} for i in range(2)])
+    task = build(path=path, eval_path=path, prompt_key="q", answer_key="gold")
+    prompt = task.train_prompt(1)
+    assert (prompt.text, prompt.meta) == ("q1", {"gold": 1, "level": "hard", "answer": 1})
     assert (task.num_train, task.num_eval) == (2, 2)
+    path = file([{"sampled": "q", "answer": "a"}])
+    prompt = build(path=path, eval_path=path, prompt_key="sampled").train_prompt(0)
+    assert prompt.meta == {"answer": "a"}  # the prompt is not in it
 
 
-def test_a_row_has_no_key_under_which_a_reward_finds_what_was_sampled(tmp_path):
-    row = {"prompt": "q", "answer": "a", "sampled": 1}
-    file = write_jsonl(tmp_path / "t.jsonl", [row])
-    with pytest.raises(ValueError, match=r't.jsonl:1: the key "sampled" is where a reward finds'):
-        build_task("jsonl", CharTokenizer(), path=file, eval_path=file)
-    file = write_jsonl(tmp_path / "t.jsonl", [{"sampled": "q", "answer": "a"}])
-    task = build_task("jsonl", CharTokenizer(), path=file, eval_path=file, prompt_key="sampled")
-    assert task.train_prompt(0).meta == {"answer": "a"}  # the prompt is not in it
-
-
-@pytest.mark.parametrize("key", ["part_reward", "eval_set"])
-def test_a_row_has_no_key_under_which_a_prompts_own_reward_or_set_is_noted(tmp_path, key):
-    file = write_jsonl(tmp_path / "t.jsonl", [{"prompt": "q", "answer": "a", key: "x"}])
-    with pytest.raises(ValueError, match=rf't.jsonl:1: the key "{key}" is where .*; rename'):
-        build_task("jsonl", CharTokenizer(), path=file, eval_path=file)
-
-
-def test_every_bad_line_is_named_with_file_and_line(tmp_path):
-    file = tmp_path / "t.jsonl"
+def test_every_bad_line_is_named_with_file_and_line(file):
     good = b'{"prompt": "q", "answer": "a"}\n'
-    file.write_bytes(
-        good
-        + b'{"prompt": \n\n[1]\n{"promt": "q", "answer": "a"}\n{"prompt": 3, "answer": 4}\n\xff\n'
-        + good
-    )
+    bad = b'{"prompt": \n\n[1]\n{"promt": "q", "answer": "a"}\n{"prompt": 3, "answer": 4}\n\xff\n'
+    path = file(good + bad + good)
     with pytest.raises(ValueError) as error:
-        build_task("jsonl", CharTokenizer(), path=file)
+        build(path=path)
     message = str(error.value)
     assert message.startswith("5 bad lines:")
     for line, what in (
         (2, "not JSON"),
         (4, "need a JSON object, this is list"),
         (5, 'no key "prompt"; did you mean "promt"?'),
+        (6, '"prompt" must be text'),
+        (7, "'utf-8' codec"),
     ):
-        assert f"{file}:{line}: {what}" in message
-    assert f'{file}:6: "prompt" must be text' in message and f"{file}:7: 'utf-8' codec" in message
+        assert f"{path}:{line}: {what}" in message
+
+
+ROW = {"prompt": "q", "answer": "a"}
+PLAIN = b'{"prompt": "q", "answer": "a"}\n'
 
 
 @pytest.mark.parametrize(
-    ("row", "what"),
+    "content, said",
     [
+        ([ROW | {"sampled": 1}], ':1: the key "sampled" is where a reward finds'),
+        ([ROW | {"part_reward": "x"}], ':1: the key "part_reward" is where .*; rename'),
+        ([ROW | {"eval_set": "x"}], ':1: the key "eval_set" is where .*; rename'),
+        ([ROW, ROW | {"answer": None}], ':2: "answer" is null; give the answer, or leave the row'),
         (
-            {"prompt": "2+2=", "answer": None},
-            '"answer" is null; give the answer, or leave the row out',
+            [ROW, ROW | {"prompt": "ab\ud800"}],
+            r':2: "prompt" holds \\ud800 at character 3, half of a surrogate pair; remove it',
         ),
-        (
-            {"prompt": "ab\ud800", "answer": "4"},
-            r'"prompt" holds \ud800 at character 3, half of a surrogate pair; remove it',
-        ),
+        (b"x\n" * 13, ":10: (.|\n)*and 3 more$"),
+        (b"\n\n", ": empty"),
+        (gzip.compress(PLAIN), ": looks like a gzip file"),
+        (bz2.compress(PLAIN), ": looks like a bzip2 file"),
+        (lzma.compress(PLAIN), ": looks like an xz file"),
+        (b"\x28\xb5\x2f\xfd" + PLAIN, ": looks like a zstd file"),
+        (PLAIN.decode().encode("utf-16"), ": looks like a text in UTF-16"),
+        (b"PAR1" + PLAIN, ": looks like a parquet file; task=hf_dataset"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_null_and_half_a_character_are_refused_by_line(tmp_path, row, what):
-    file = write_jsonl(tmp_path / "t.jsonl", [*rows(1), row])
-    with pytest.raises(ValueError, match=re.escape(f"{file}:2: {what}")):
-        build_task("jsonl", CharTokenizer(), path=file)
+def test_what_is_no_row_of_a_task_is_named(file, content, said):
+    path = file(content)
+    with pytest.raises(ValueError, match=f"t.jsonl{said}"):
+        build(path=path, eval_path=path)
+    if "looks like" in said:
+        with pytest.raises(ValueError, match=f"t.jsonl{said}"):
+            read_jsonl(path, dict)
 
 
-def test_without_an_answer_key_prompts_need_no_answer(tmp_path):
-    file = write_jsonl(tmp_path / "t.jsonl", [{"prompt": "q", "level": 3, "answer": None}] * 2)
-    prompt = build_task("jsonl", CharTokenizer(), path=file, answer_key=None).train_prompt(0)
+def test_without_an_answer_key_prompts_need_no_answer(file):
+    path = file([{"prompt": "q", "level": 3, "answer": None}] * 2)
+    prompt = build(path=path, answer_key=None).train_prompt(0)
     assert (prompt.text, prompt.meta) == ("q", {"level": 3, "answer": None})
-
-
-def test_many_bad_lines_are_cut_and_counted(tmp_path):
-    file = tmp_path / "t.jsonl"
-    file.write_text("x\n" * 13)
-    with pytest.raises(ValueError, match="13 bad lines(.|\n)*:10: (.|\n)*and 3 more$"):
-        build_task("jsonl", CharTokenizer(), path=file)
-
-
-@pytest.mark.parametrize("text", ["\n\n"])
-def test_an_empty_file_is_an_error(tmp_path, text):
-    (tmp_path / "t.jsonl").write_text(text)
-    with pytest.raises(ValueError, match="t.jsonl: empty"):
-        build_task("jsonl", CharTokenizer(), path=tmp_path / "t.jsonl")
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "hf_dataset"])
 def test_a_missing_path_says_which_setting_names_it(kind, tmp_path):
     with pytest.raises(FileNotFoundError, match="task.path"):
-        build_task(kind, CharTokenizer(), path=tmp_path / "absent")
+        build(kind, path=tmp_path / "absent")
 
 
-def test_gsm8k_keeps_the_question_raw_and_tells_the_model_how_to_finish(tmp_path):
+def test_gsm8k_keeps_the_question_raw_and_tells_the_model_how_to_finish(file):
     row = {"question": "How many?", "answer": "2*3=<<2*3=6>>6\n#### 1,006"}
-    task = build_task("gsm8k", CharTokenizer(), path=write_jsonl(tmp_path / "t.jsonl", [row] * 2))
+    task = build("gsm8k", path=file([row] * 2))
     prompt = task.train_prompt(0)
-    assert prompt.text == "How many?" and prompt.meta == {
-        "answer": "1,006",
-        "solution": row["answer"],
-    }
+    assert prompt.text == "How many?"
+    assert prompt.meta == {"answer": "1,006", "solution": row["answer"]}
     assert read(prompt).startswith("How many?\n\n") and read(prompt).endswith("#### number")
     assert task.default_reward.endswith(":numeric_match")
-
-
-def test_gsm8k_without_a_final_answer_is_a_bad_line(tmp_path):
-    file = write_jsonl(tmp_path / "t.jsonl", [{"question": "q", "answer": "6"}])
     with pytest.raises(ValueError, match=r't.jsonl:1: "answer" must be a worked solution'):
-        build_task("gsm8k", CharTokenizer(), path=file)
+        build("gsm8k", path=file([{"question": "q", "answer": "6"}]))
 
 
-# -- held-out rows, lengths, templates
-# --------------------------------------------------------------------------------
+# --- Held-out rows, lengths, templates ---
 
 
 @given(st.integers(1, 300), st.integers(0, 50))
@@ -245,59 +229,48 @@ def test_held_out_rows_are_few_and_never_trained_on(num_rows, num_eval):
     assert hold_out(num_rows, num_eval) == (train, held)
 
 
-def test_a_prompt_whose_rows_repeat_is_held_out_with_all_of_them(tmp_path, caplog):
+def test_a_prompt_whose_rows_repeat_is_held_out_with_all_of_them(file, caplog):
     """20 prompts, each in 20 rows: two prompts are held out, once each."""
-    file = write_jsonl(tmp_path / "t.jsonl", rows(20) * 20)
-    task = build_task("jsonl", CharTokenizer(), path=file)
-    trained, held = texts(task)
+    trained, held = texts(build(path=file(rows(20) * 20)))
     assert len(held) == 2 and len(trained) == 18 * 20
     assert not set(held) & set(trained) and len(set(held)) == 2
     assert "2 are held out, and 38 more rows of theirs are left out of training" in caplog.text
 
 
-def test_rows_without_repeats_are_split_as_ever(tmp_path, caplog):
-    file = write_jsonl(tmp_path / "t.jsonl", rows(100))
-    trained, held = texts(build_task("jsonl", CharTokenizer(), path=file))
+def test_rows_without_repeats_are_split_as_ever_and_one_prompt_holds_none_out(file, caplog):
+    trained, held = texts(build(path=file(rows(100))))
     kept, chosen = hold_out(100, 500)
     assert trained == [f"q{i}" for i in kept] and held == [f"q{i}" for i in chosen]
     assert not caplog.text
-
-
-def test_rows_of_one_prompt_hold_none_out_and_say_so(tmp_path, caplog):
-    file = write_jsonl(tmp_path / "t.jsonl", [row | {"prompt": "q"} for row in rows(50)])
-    task = build_task("jsonl", CharTokenizer(), path=file)
+    task = build(path=file([row | {"prompt": "q"} for row in rows(50)]))
     assert (task.num_train, task.num_eval) == (50, 0)
     assert "50 row(s), 1 different prompt(s), so none is held out" in caplog.text
 
 
 @pytest.mark.parametrize("is_mixture", [False, True])
-def test_a_set_whose_prompts_are_trained_on_is_told(tmp_path, caplog, is_mixture):
+def test_a_set_whose_prompts_are_trained_on_is_told(file, caplog, is_mixture):
     """Two of the set's three rows have prompts of the 40 rows of the task."""
-    trained = write_jsonl(tmp_path / "t.jsonl", rows(40))
-    own = write_jsonl(tmp_path / "own.jsonl", [{"prompt": "own", "answer": "a"}])
-    asked = [*rows(2), {"prompt": "other", "answer": "a"}]
-    file = write_jsonl(tmp_path / "e.jsonl", asked)
-    kind = {"kind": "jsonl", "eval_path": own}
+    trained = file(rows(40))
+    own = file([{"prompt": "own", "answer": "a"}], "own.jsonl")
+    asked = file([*rows(2), {"prompt": "other", "answer": "a"}], "e.jsonl")
     if is_mixture:
-        part = {"weight": 1.0, **kind}
-        parts = {"a": part | {"path": trained}, "b": part | {"path": own, "eval_path": file}}
-        build_task("mixture", CharTokenizer(), parts=parts, num_eval=6)
+        part = {"weight": 1.0, "kind": "jsonl", "eval_path": own}
+        parts = {"a": part | {"path": trained}, "b": part | {"path": own, "eval_path": asked}}
+        build("mixture", parts=parts, num_eval=6)
         told = "task.parts.b: 2 of 3 held-out rows have a prompt that task.parts.a trains on"
     else:
-        task = build_task("jsonl", CharTokenizer(), path=trained, eval_path=own)
-        one = set_of("jsonl", path=file, num_prompts=3, max_prompt_tokens=100)
+        task = build(path=trained, eval_path=own)
+        one = set_of("jsonl", path=asked, num_prompts=3, max_prompt_tokens=100)
         launch_tasks.TaskBuilder(CharTokenizer()).held_out(task, 1, {"e": one})
         told = "eval.sets.e: 2 of 3 held-out rows have a prompt that the task trains on"
     assert told in caplog.text
 
 
-@pytest.mark.parametrize("num_prompts", [1])
-def test_rows_of_an_environment_differ_by_all_of_their_columns(tmp_path, caplog, num_prompts):
+def test_rows_of_an_environment_differ_by_all_of_their_columns(file):
     """What it asks may be in any of them; the first two rows are equal."""
-    lines = [{"prompt": f"Guess {i % num_prompts}", "secret": i} for i in range(100)]
-    file = write_jsonl(tmp_path / "t.jsonl", [lines[0], *lines])
-    settings = {"environment": "tests.games:Shop", "path": file}
-    task = build_task("environment", load_tokenizer(tiny_directory()), chat=False, **settings)
+    lines = [{"prompt": "Guess", "secret": i} for i in range(100)]
+    settings = {"environment": "tests.games:Shop", "path": file([lines[0], *lines])}
+    task = build("environment", load_tokenizer(tiny_directory()), chat=False, **settings)
     trained = [task.train_prompt(i).meta["secret"] for i in range(task.num_train)]
     held = [task.eval_prompt(j).meta["secret"] for j in range(task.num_eval)]
     _, chosen = hold_out(100, 500)
@@ -305,60 +278,31 @@ def test_rows_of_an_environment_differ_by_all_of_their_columns(tmp_path, caplog,
     assert len(trained) + len(held) == 101 - (0 in chosen)
 
 
-def test_held_out_rows_that_are_trained_on_are_counted(tmp_path, caplog):
-    file = write_jsonl(tmp_path / "t.jsonl", rows(10) * 3)
-    other = write_jsonl(tmp_path / "e.jsonl", rows(12)[8:])
-    build_task("jsonl", CharTokenizer(), path=file, eval_path=other)
+def test_held_out_rows_that_are_trained_on_are_counted(file, caplog):
+    build(path=file(rows(10) * 3), eval_path=file(rows(12)[8:], "e.jsonl"))
     said = "2 of 4 held-out rows have a prompt that 6 of 30 training rows have too"
     assert said in caplog.text
 
 
-def test_what_is_no_text_is_named(tmp_path):
-    file = tmp_path / "t.jsonl"
-    plain = b'{"prompt": "q", "answer": "a"}\n'
-    for data, kind in (
-        (gzip.compress(plain), "a gzip file"),
-        (bz2.compress(plain), "a bzip2 file"),
-        (lzma.compress(plain), "an xz file"),
-        (b"\x28\xb5\x2f\xfd" + plain, "a zstd file"),
-        (plain.decode().encode("utf-16"), "a text in UTF-16"),
-        (b"PAR1" + plain, "a parquet file; task=hf_dataset"),
-    ):
-        file.write_bytes(data)
-        with pytest.raises(ValueError, match=f"t.jsonl: looks like {kind}"):
-            build_task("jsonl", CharTokenizer(), path=file)
-        with pytest.raises(ValueError, match=f"t.jsonl: looks like {kind}"):
-            read_jsonl(file, dict)
-
-
-def test_long_prompts_are_dropped_counted_and_warned_of_once(tmp_path, caplog):
-    texts = ["x" * n for n in (3, 9, 10, 4, 50)]  # with the bos: 4, 10, 11, 5, 51 tokens
-    file = write_jsonl(tmp_path / "t.jsonl", [{"prompt": t, "answer": ""} for t in texts])
-    other = [{"prompt": t.replace("x", "y"), "answer": ""} for t in texts]
-    asked = write_jsonl(tmp_path / "e.jsonl", other)
-    task = build_task("jsonl", CharTokenizer(), path=file, eval_path=asked, max_prompt_tokens=10)
-    assert [task.train_prompt(i).text for i in range(task.num_train)] == [
-        texts[0],
-        texts[1],
-        texts[3],
-    ]
-    assert [r.getMessage() for r in caplog.records] == [
+def test_long_prompts_are_dropped_counted_and_warned_of_once(file, caplog):
+    asked = ["x" * n for n in (3, 9, 10, 4, 50)]  # with the bos: 4, 10, 11, 5, 51 tokens
+    path = file([{"prompt": text, "answer": ""} for text in asked])
+    held_out = file([{"prompt": text.replace("x", "y"), "answer": ""} for text in asked], "e.jsonl")
+    task = build(path=path, eval_path=held_out, max_prompt_tokens=10)
+    assert texts(task)[0] == [asked[0], asked[1], asked[3]]
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said == (
         "task jsonl: dropped 2 of 5 training and 2 of 5 evaluation prompts, longer than "
         "max_prompt_tokens=10"
-    ]
+    )
+    none = "none of 2 training prompts fits task.max_prompt_tokens=2; raise it"
+    with pytest.raises(ValueError, match=none):
+        build(path=file(rows(3)), max_prompt_tokens=2)
 
 
-def test_no_prompt_that_fits_is_an_error(tmp_path):
-    file = write_jsonl(tmp_path / "t.jsonl", rows(3))
-    with pytest.raises(
-        ValueError, match="none of 2 training prompts fits task.max_prompt_tokens=2; raise it"
-    ):
-        build_task("jsonl", CharTokenizer(), path=file, max_prompt_tokens=2)
-
-
-def test_prompts_are_tokenised_once_and_only_when_asked_for(tmp_path):
+def test_prompts_are_tokenised_once_and_only_when_asked_for(file):
     tokenizer = CharTokenizer()
-    task = build_task("jsonl", tokenizer, path=write_jsonl(tmp_path / "t.jsonl", rows(1000)))
+    task = build(tokenizer=tokenizer, path=file(rows(1000)))
     assert tokenizer.num_encoded == 1  # the empty prompt, for the template's own length
     assert task.train_prompt(5) is task.train_prompt(5)
     assert tokenizer.num_encoded == 2
@@ -371,40 +315,31 @@ def test_the_shortcut_by_size_never_lets_a_long_prompt_through(text, limit):
         """A byte a token, after the normalization that lengthens text most."""
 
         def encode(self, text):
-            import unicodedata
-
             return [1, *unicodedata.normalize("NFKD", text).encode("utf-8", "replace")]
 
     maker = PromptMaker(Worst(), chat=False, system_prompt=None, max_prompt_tokens=limit)
     assert maker.fits(text) == (len(maker.ids(text)) <= limit)
 
 
-def test_the_chat_template_is_used_where_the_tokenizer_has_one(tmp_path):
-    file = write_jsonl(tmp_path / "t.jsonl", rows(2))
+def test_the_chat_template_is_used_where_the_tokenizer_has_one(file):
+    path = file(rows(2))
 
     def first(template, **options):
-        return read(
-            build_task(
-                "jsonl", CharTokenizer(template), path=file, eval_path=file, **options
-            ).train_prompt(0)
-        )
+        task = build(tokenizer=CharTokenizer(template), path=path, eval_path=path, **options)
+        return read(task.train_prompt(0))
 
     assert first(TEMPLATE, system_prompt="be brief") == "<s>be brief<u>q0<a>"
     assert first(TEMPLATE) == "<u>q0<a>"
     assert first(TEMPLATE, chat=False) == first(None) == "q0"
+    for template, chat, why in (
+        (None, True, "no chat template"),
+        (TEMPLATE, False, "task.chat is false"),
+    ):
+        with pytest.raises(ValueError, match=f"task.system_prompt is set, but .*{why}"):
+            first(template, chat=chat, system_prompt="be brief")
 
 
-@pytest.mark.parametrize(
-    ("template", "chat", "why"),
-    [(None, True, "no chat template"), (TEMPLATE, False, "task.chat is false")],
-)
-def test_a_system_prompt_that_cannot_be_sent_is_an_error(template, chat, why):
-    with pytest.raises(ValueError, match=f"task.system_prompt is set, but .*{why}"):
-        build_task("addition", CharTokenizer(template), chat=chat, system_prompt="be brief")
-
-
-# -- Hugging Face datasets on disk
-# ------------------------------------------------------------------------------------
+# --- Hugging Face datasets on disk ---
 
 
 @pytest.fixture
@@ -415,19 +350,24 @@ def datasets(tmp_path, monkeypatch):
     return module
 
 
-def texts(task):
-    return [task.train_prompt(i).text for i in range(task.num_train)], [
-        task.eval_prompt(j).text for j in range(task.num_eval)
-    ]
+@pytest.fixture
+def save(tmp_path, datasets):
+    """save(rows) or save(split=rows, ...): where they lie on disk."""
+
+    def write(content=None, folder="saved", **splits):
+        if content is not None:
+            data = datasets.Dataset.from_list(content)
+        else:
+            made = {name: datasets.Dataset.from_list(own) for name, own in splits.items()}
+            data = datasets.DatasetDict(made)
+        data.save_to_disk(tmp_path / folder)
+        return tmp_path / folder
+
+    return write
 
 
-def test_a_saved_dataset_reads_its_train_and_test_splits(tmp_path, datasets):
-    splits = {
-        "test": datasets.Dataset.from_list(rows(3)[2:]),
-        "train": datasets.Dataset.from_list(rows(2)),
-    }
-    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
-    task = build_task("hf_dataset", CharTokenizer(), path=tmp_path / "saved")
+def test_a_saved_dataset_reads_its_train_and_test_splits(save):
+    task = build("hf_dataset", path=save(test=rows(3)[2:], train=rows(2)))
     assert texts(task) == (["q0", "q1"], ["q2"])
     assert task.train_prompt(1).meta == {"answer": "a1"}
 
@@ -435,33 +375,30 @@ def test_a_saved_dataset_reads_its_train_and_test_splits(tmp_path, datasets):
 def test_a_directory_of_parquet_without_a_test_split_has_a_tenth_held_out(tmp_path, datasets):
     (tmp_path / "files").mkdir()
     datasets.Dataset.from_list(rows(20)).to_parquet(tmp_path / "files" / "train-00000.parquet")
-    train, held = texts(build_task("hf_dataset", CharTokenizer(), path=tmp_path / "files"))
+    train, held = texts(build("hf_dataset", path=tmp_path / "files"))
     assert len(held) == 2 and sorted(train + held) == sorted(r["prompt"] for r in rows(20))
 
 
-def save_splits(folder, datasets, *names):
-    """Save a dataset with these splits, of two rows each; a row's prompt names its split."""
-    splits = {}
-    for name in names:
-        own = [{"prompt": f"{name} {n}", "answer": "a"} for n in range(2)]
-        splits[name] = datasets.Dataset.from_list(own)
-    datasets.DatasetDict(splits).save_to_disk(folder)
-    return folder
+def named(*splits):
+    """Two rows a split; a row's prompt names its split."""
+    return {name: [{"prompt": f"{name} {n}", "answer": "a"} for n in range(2)] for name in splits}
+
+
+def splits_of(found):
+    return {text.split()[0] for text in found}
 
 
 @pytest.mark.parametrize(
     "names, train, held_out",
     [
         (("test_prefs", "train_prefs", "test"), "train_prefs", "test_prefs"),
-        (("train_sft", "train", "test_sft"), "train", None),
-        (("everything",), "everything", None),
+        (("train_sft", "train", "test_sft"), "train", "train"),
+        (("everything",), "everything", "everything"),
     ],
 )
-def test_the_split_whose_name_says_so_is_trained_on(tmp_path, datasets, names, train, held_out):
-    folder = save_splits(tmp_path / "saved", datasets, *names)
-    trained, held = texts(build_task("hf_dataset", CharTokenizer(), path=folder))
-    assert {text.split()[0] for text in trained} == {train}
-    assert {text.split()[0] for text in held} == {held_out or train}
+def test_the_split_whose_name_says_so_is_trained_on(save, names, train, held_out):
+    trained, held = texts(build("hf_dataset", path=save(**named(*names))))
+    assert (splits_of(trained), splits_of(held)) == ({train}, {held_out})
 
 
 @pytest.mark.parametrize(
@@ -472,56 +409,68 @@ def test_the_split_whose_name_says_so_is_trained_on(tmp_path, datasets, names, t
         (("constrained", "strained"), "none of its splits is for training"),
     ],
 )
-def test_no_split_is_trained_on_by_a_guess(tmp_path, datasets, names, said):
-    folder = save_splits(tmp_path / "saved", datasets, *names)
+def test_no_split_is_trained_on_by_a_guess(save, names, said):
+    folder = save(**named(*names))
     with pytest.raises(ValueError, match=re.escape(said)) as refused:
-        build_task("hf_dataset", CharTokenizer(), path=folder)
+        build("hf_dataset", path=folder)
     assert "name one of them in task.path" in str(refused.value)
-    own = build_task("hf_dataset", CharTokenizer(), path=folder / names[0])
-    assert {text.split()[0] for text in sum(texts(own), [])} == {names[0]}
+    assert splits_of(sum(texts(build("hf_dataset", path=folder / names[0])), [])) == {names[0]}
 
 
-def test_evaluation_data_may_be_a_test_split_alone(tmp_path, datasets):
-    train = save_splits(tmp_path / "train", datasets, "train")
-    for names, held_out in (
+@pytest.mark.parametrize(
+    "names, held_out",
+    [
         (("test",), "test"),
         (("train_sft", "test_sft"), "test_sft"),
         (("validation", "test"), "test"),
-    ):
-        folder = save_splits(tmp_path / "_".join(names), datasets, *names)
-        task = build_task("hf_dataset", CharTokenizer(), path=train, eval_path=folder)
-        assert {text.split()[0] for text in texts(task)[1]} == {held_out}
+    ],
+)
+def test_evaluation_data_may_be_a_test_split_alone(save, names, held_out):
+    train = save(folder="train", **named("train"))
+    task = build("hf_dataset", path=train, eval_path=save(**named(*names)))
+    assert splits_of(texts(task)[1]) == {held_out}
 
 
 def test_files_of_a_dataset_may_be_named_alone_or_by_a_pattern(tmp_path, datasets):
     for name in ("test", "train_gen-0", "train_gen-1", "train_sft-0"):
         own = datasets.Dataset.from_list([{"prompt": name, "answer": "a"}])
         own.to_parquet(tmp_path / f"{name}.parquet")
-    read = partial(build_task, "hf_dataset", CharTokenizer(), eval_path=tmp_path / "test.parquet")
+    read = partial(build, "hf_dataset", eval_path=tmp_path / "test.parquet")
     trained, held = texts(read(path=tmp_path / "train_sft-0.parquet"))
     assert (trained, held) == (["train_sft-0"], ["test"])
     trained, _ = texts(read(path=tmp_path / "train_gen-*.parquet"))
     assert sorted(trained) == ["train_gen-0", "train_gen-1"]
     with pytest.raises(FileNotFoundError, match="no such directory, file or pattern of files"):
         read(path=tmp_path / "train_dpo-*.parquet")
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(ValueError, match="nothing: not a dataset, need parquet"):
+        read(path=tmp_path / "nothing")
     (tmp_path / "notes.txt").write_text("none")
     with pytest.raises(ValueError, match="notes.txt: not a dataset, .*it ends in .txt"):
         read(path=tmp_path / "notes.txt")
 
 
-def test_bad_hf_data_says_where_and_what(tmp_path, datasets):
-    datasets.Dataset.from_list(
-        [{"prompt": "q", "gold": "a"}, {"prompt": None, "gold": "a"}]
-    ).save_to_disk(tmp_path / "saved")
-    with pytest.raises(
-        ValueError, match=r'saved \(train\): no key "answer"; there is "prompt", "gold"'
-    ):
-        build_task("hf_dataset", CharTokenizer(), path=tmp_path / "saved")
-    with pytest.raises(ValueError, match=r'saved \(train\): row \d: "prompt" must be text'):
-        build_task("hf_dataset", CharTokenizer(), path=tmp_path / "saved", answer_key="gold")
-    (tmp_path / "nothing").mkdir()
-    with pytest.raises(ValueError, match="nothing: not a dataset, need parquet"):
-        build_task("hf_dataset", CharTokenizer(), path=tmp_path / "nothing")
+@pytest.mark.parametrize(
+    "own, options, said",
+    [
+        ([{"prompt": "q", "gold": "a"}], {}, 'no key "answer"; there is "prompt", "gold"'),
+        (
+            [{"prompt": "q", "gold": "a"}, {"prompt": None, "gold": "a"}],
+            {"answer_key": "gold"},
+            r'row 1: "prompt" must be text',
+        ),
+        (
+            [{"prompt": "q", "answer": date(2020, 1, 2)}] * 2,
+            {},
+            r'"answer" is date32\[day\], which JSON cannot hold; cast it to text',
+        ),
+        ([{"prompt": "q", "answer": a} for a in ("4", None)], {}, 'row 1: "answer" is null'),
+    ],
+)
+def test_bad_hf_data_says_where_and_what(save, own, options, said):
+    path = save(own)
+    with pytest.raises(ValueError, match=rf"saved \(train\): {said}"):
+        build("hf_dataset", path=path, eval_path=path, **options)
 
 
 def test_columns_that_json_cannot_hold_are_left_out_with_one_warning(tmp_path, datasets, caplog):
@@ -533,55 +482,28 @@ def test_columns_that_json_cannot_hold_are_left_out_with_one_warning(tmp_path, d
         "picture": {"bytes": b"", "path": None},
     }
     saved = datasets.Dataset.from_list([{**row, **held, **odd} for row in rows(20)])
-    saved = saved.cast_column("picture", datasets.Image()).cast_column(
-        "kind", datasets.ClassLabel(names=["a"])
-    )
+    saved = saved.cast_column("picture", datasets.Image())
+    saved = saved.cast_column("kind", datasets.ClassLabel(names=["a"]))
     saved = saved.cast_column("grid", datasets.Array2D((1, 2), "int32"))
     saved.with_format("numpy").save_to_disk(tmp_path / "saved")
-    task = build_task("hf_dataset", CharTokenizer(), path=tmp_path / "saved")
+    task = build("hf_dataset", path=tmp_path / "saved")
     assert json.loads(json.dumps(task.train_prompt(0).meta)) == {"answer": "a0", **held}
     (said,) = [r.getMessage() for r in caplog.records if r.name.startswith("llamarl")]
-    assert f"{tmp_path / 'saved'} (train): left out what JSON cannot hold: " in said and all(
-        f"{name} (" in said for name in odd
-    )
-
-
-def test_an_answer_that_json_cannot_hold_is_refused(tmp_path, datasets):
-    datasets.Dataset.from_list([{"prompt": "q", "answer": date(2020, 1, 2)}] * 2).save_to_disk(
-        tmp_path / "saved"
-    )
-    with pytest.raises(
-        ValueError,
-        match=(
-            r'saved \(train\): "answer" is date32\[day\], which JSON cannot hold; cast it to text'
-        ),
-    ):
-        build_task("hf_dataset", CharTokenizer(), path=tmp_path / "saved")
-
-
-def test_a_null_answer_of_a_dataset_is_refused_by_row(tmp_path, datasets):
-    datasets.Dataset.from_list([{"prompt": "q", "answer": a} for a in ("4", None)]).save_to_disk(
-        tmp_path / "saved"
-    )
-    with pytest.raises(ValueError, match=r'saved \(train\): row 1: "answer" is null'):
-        build_task(
-            "hf_dataset", CharTokenizer(), path=tmp_path / "saved", eval_path=tmp_path / "saved"
-        )
+    assert f"{tmp_path / 'saved'} (train): left out what JSON cannot hold: " in said
+    assert all(f"{name} (" in said for name in odd)
 
 
 def test_without_the_datasets_package_the_error_names_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match="pip install datasets"):
-        build_task("hf_dataset", CharTokenizer(), path=tmp_path)
+        build("hf_dataset", path=tmp_path)
 
 
 # --- reasoning_gym ---
 
 
 def chain_sum(seed=0, **options):
-    return build_task(
-        "reasoning_gym", CharTokenizer(), name="chain_sum", seed=seed, num_eval=40, **options
-    )
+    return build("reasoning_gym", name="chain_sum", seed=seed, num_eval=40, **options)
 
 
 def questions(task, n=200):
@@ -600,9 +522,8 @@ def test_reasoning_gym_is_a_function_of_the_seed_and_evaluates_on_the_same_quest
 
 
 def test_a_training_question_that_is_held_out_is_replaced(monkeypatch):
-    monkeypatch.setattr(
-        procedural, "SEED_WINDOW", 0
-    )  # training would begin with the evaluation questions
+    # Training would begin with the evaluation questions.
+    monkeypatch.setattr(procedural, "SEED_WINDOW", 0)
     task = chain_sum()
     held = set(texts_of_eval(task))
     assert not held & set(questions(task))
@@ -636,9 +557,7 @@ def test_reasoning_gym_scores_the_tagged_answer_or_the_last_line():
 
 
 def test_the_consolation_for_a_wrong_answer_is_no_reward():
-    prompt = build_task(
-        "reasoning_gym", CharTokenizer(), name="countdown", num_eval=0
-    ).train_prompt(0)
+    prompt = build("reasoning_gym", name="countdown", num_eval=0).train_prompt(0)
     meta = prompt.meta
     entry = procedural.open_dataset(meta["dataset"], meta["size"], meta["seed"])[meta["index"]]
     assert procedural.open_dataset("countdown", 1, 0).score_answer("no idea", entry) == 0.01
@@ -658,23 +577,27 @@ def test_reasoning_gym_takes_the_datasets_own_parameters():
     assert texts_of_eval(task) != texts_of_eval(chain_sum())
 
 
-def test_reasoning_gym_parameters_are_checked():
-    with pytest.raises(
-        ValueError,
-        match="task.options.min_term: chain_sum takes min_terms, .*did you mean min_terms",
-    ):
-        chain_sum(options={"min_term": 2})
-    refused = "task.options=.*max_digits.*refuses .* choose other options"
-    with pytest.raises(ValueError, match=refused):
-        chain_sum(options={"min_digits": 3, "max_digits": 1})
-
-
-def test_reasoning_gym_names_are_checked(monkeypatch):
-    with pytest.raises(ValueError, match="task.name=chain_sums: .*did you mean chain_sum"):
-        build_task("reasoning_gym", CharTokenizer(), name="chain_sums")
+@pytest.mark.parametrize(
+    "name, options, said",
+    [
+        (
+            "chain_sum",
+            {"min_term": 2},
+            "options.min_term: chain_sum takes min_terms, .*did you",
+        ),
+        (
+            "chain_sum",
+            {"min_digits": 3, "max_digits": 1},
+            "task.options=.*max_digits.*refuses .* choose other options",
+        ),
+        ("chain_sums", {}, "task.name=chain_sums: .*did you mean chain_sum"),
+        ("ransom_note", {}, "PYTHONHASHSEED=0"),
+    ],
+)
+def test_names_and_parameters_of_reasoning_gym_are_checked(monkeypatch, name, options, said):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    with pytest.raises(ValueError, match="PYTHONHASHSEED=0"):
-        build_task("reasoning_gym", CharTokenizer(), name="ransom_note")
+    with pytest.raises(ValueError, match=said):
+        build("reasoning_gym", name=name, options=options)
 
 
 # --- rewards ---
@@ -702,39 +625,31 @@ def test_reasoning_gym_names_are_checked(monkeypatch):
         ("It is 2E+6.", "2000000"),
         ("-1.5e-2", "-0.015"),
         ("1e5x", "5"),
+        ("####", None),
+        ("12 is it #### none", None),
+        ("-", None),
+        ("٣", None),
     ],
 )
 def test_the_final_number_of_a_text(text, number):
-    assert final_number(text) == Decimal(number)
+    assert final_number(text) == (None if number is None else Decimal(number))
 
 
-@pytest.mark.parametrize("text", ["####", "12 is it #### none", "-", "٣"])
-def test_a_text_without_a_final_number_has_none(text):
-    assert final_number(text) is None
+NUMBERS = {"places": 3, "min_value": -(10**12), "max_value": 10**12}
 
 
-@given(
-    st.decimals(
-        allow_nan=False, allow_infinity=False, places=3, min_value=-(10**12), max_value=10**12
-    )
-)
+@given(st.decimals(allow_nan=False, allow_infinity=False, **NUMBERS))
 def test_a_number_is_equal_however_it_is_written(number):
     meta = {"answer": str(number)}
-    for text in (
-        f"{number:f}",
-        f"{number:,f}",
-        f"It is {number:f}.",
-        f"#### ${number:,f}",
-        f"{number:f}000",
-    ):
+    full = f"{number:f}"
+    for text in (full, f"{number:,f}", f"It is {full}.", f"#### ${number:,f}", f"{full}000"):
         assert numeric_match("", text, meta) == 1.0, text
     assert numeric_match("", f"{number + Decimal('0.001'):f}", meta) == 0.0
 
 
 def test_exact_match_forgives_only_the_space_around():
-    assert [
-        exact_match("", t, {"answer": 46}) for t in ("46", " 46\n", "046", "46.", "4 6", "")
-    ] == [1, 1, 0, 0, 0, 0]
+    for text, score in ((" 46\n", 1), ("046", 0), ("46.", 0), ("4 6", 0), ("", 0)):
+        assert exact_match("", text, {"answer": 46}) == score
 
 
 @pytest.mark.parametrize(
@@ -747,20 +662,22 @@ def test_a_number_of_json_is_compared_as_it_is_written_in_full(answer, text):
         assert reward("", "22", {"answer": answer}) == 0.0
 
 
-@pytest.mark.parametrize("answer", [["42", "forty-two"], True, math.nan])
-def test_an_answer_with_several_forms_is_an_error_and_no_score(answer):
-    for reward in (exact_match, numeric_match):
-        with pytest.raises(ValueError, match="need a text, a whole number or a finite decimal"):
-            reward("", "42", {"answer": answer})
-
-
-def test_an_answer_that_cannot_be_compared_is_an_error_and_no_score():
-    with pytest.raises(ValueError, match="answer_key"):
-        exact_match("", "4", {})
-    with pytest.raises(ValueError, match="answer_key"):
-        exact_match("", "None", {"answer": None})
-    with pytest.raises(ValueError, match="holds no number"):
-        numeric_match("", "4", {"answer": "four"})
+@pytest.mark.parametrize(
+    "reward, meta, said",
+    [
+        *product(
+            [exact_match, numeric_match],
+            [{"answer": ["42", "forty-two"]}, {"answer": True}, {"answer": math.nan}],
+            ["need a text, a whole number or a finite decimal"],
+        ),
+        (exact_match, {}, "answer_key"),
+        (exact_match, {"answer": None}, "answer_key"),
+        (numeric_match, {"answer": "four"}, "holds no number"),
+    ],
+)
+def test_an_answer_that_cannot_be_compared_is_an_error_and_no_score(reward, meta, said):
+    with pytest.raises(ValueError, match=said):
+        reward("", "42", meta)
 
 
 def test_the_table_of_kinds_is_whole():

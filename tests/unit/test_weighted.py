@@ -1,8 +1,16 @@
-"""A reward of several parts: what it waits for, and what it goes on from."""
+"""A reward of several parts: what it waits for, what it tells and what it goes on from. Rewards
+that float32 does not tell apart are warned of.
+"""
 
+import logging
+
+import pytest
+
+from llamarl.scoring.assembly import Groups
 from llamarl.scoring.scorer import Scorer, site_alone, text_item
 from llamarl.scoring.weighted import Weighted, WeightedPart
 from llamarl.types import Outcome
+from tests.build.completion import build_completion
 
 
 class Slow(Scorer):
@@ -86,7 +94,35 @@ def test_parts_that_are_outcomes_alone_say_whether_a_completion_succeeded():
         short.finish(1)
         ((key, outcome),) = ours.poll()
         assert key == 1 and outcome.value == 0.9 - 0.5
+        told = {"reward/right/mean": 1.0, "reward/short/mean": -0.5}
+        assert outcome.columns == told, "before their weights"
         return outcome.achieved
 
     assert scored(outcomes=["right"]) == 0.9
     assert scored() == 0.9 - 0.5
+
+
+@pytest.mark.parametrize(
+    "rewards, are_rounded",
+    [
+        ((2.0**24, None, 2.0**24 + 3), True),  # 4 apart there
+        ((1e9 + 0.1, 1e9 + 0.2, 1e9 + 10), True),
+        ((2.0**24, 2.0**24 + 2, 2.0**24 + 4), False),
+        ((0.1 + 0.2, 0.3, 0.3), False),  # rounding alone
+        ((None, None, None), False),
+    ],
+)
+def test_rewards_that_float32_rounds_by_what_they_differ_by_are_warned_of_once(
+    caplog, rewards, are_rounded
+):
+    groups = Groups("mine", group_size=3)
+    with caplog.at_level(logging.WARNING):
+        for ticket, of_group in enumerate([(0.0, 1.0, 0.0), rewards, rewards]):
+            for sample, reward in enumerate(of_group):
+                outcome = Outcome.abstain("no") if reward is None else Outcome.score(reward)
+                whole = groups.add(build_completion(ticket, sample), outcome)
+            assert whole is not None and whole.ticket == ticket
+    assert len(caplog.records) == are_rounded
+    if are_rounded:
+        assert "reward mine: the rewards of ticket 1 are from " in caplog.text
+        assert "Subtract a constant" in caplog.text
