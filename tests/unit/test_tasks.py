@@ -381,7 +381,10 @@ def test_a_directory_of_parquet_without_a_test_split_has_a_tenth_held_out(tmp_pa
 
 def named(*splits):
     """Two rows a split; a row's prompt names its split."""
-    return {name: [{"prompt": f"{name} of", "answer": "a"}] * 2 for name in splits}
+    found = {}
+    for name in splits:
+        found[name] = [{"prompt": f"{name} {n}", "answer": "a"} for n in range(2)]
+    return found
 
 
 def splits_of(found):
