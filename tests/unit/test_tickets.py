@@ -437,33 +437,6 @@ def test_groups_that_more_trainer_ranks_cannot_train_on_in_time_start_again():
     assert indices(two.start(100, 14)) == [50, 52, 57, 60, 61], "started again before new ones"
 
 
-def test_a_straggler_is_overdue_at_its_last_step_once_others_make_up_the_batch():
-    ledger = build_ledger(groups_per_step=2)
-    ledger.start(4, 0)  # deadline 1
-    ledger.finish([1, 2])
-    assert ledger.overdue() == [], "step 0 is not their last"
-    assert ledger.take(0) == [1, 2]
-    ledger.start(10, 1)  # 4 and 5
-    ledger.finish([4])
-    assert ledger.take(1) is None and ledger.overdue() == [], "with 4 alone there is no batch"
-    ledger.finish([3])
-    assert ledger.take(1) is None and ledger.overdue() == [0]
-    ledger.finish([0])
-    assert ledger.overdue() == [] and ledger.take(1) == [0, 3]
-
-
-def test_a_rank_that_waits_for_data_keeps_the_others_from_ending_stragglers():
-    ledger = build_ledger(groups_per_step=2, overcommit=4, num_pools=2)
-    ledger.start(4, 0)  # two a data-parallel rank, deadline 1
-    ledger.finish([0, 1])
-    assert ledger.take(0) == [0, 1]
-    ledger.start(10, 1)
-    ledger.finish([4])
-    assert ledger.overdue() == [], "the rank of 2 could do without it, but the other has nothing"
-    ledger.finish([5])
-    assert ledger.overdue() == [2, 3]
-
-
 def test_a_ticket_cannot_finish_twice_or_unstarted_and_a_step_is_taken_once():
     ledger = build_ledger(groups_per_step=1, max_lag=0, overcommit=0)
     with pytest.raises(ValueError, match="ticket 0 finished, but it is not in work"):
@@ -493,15 +466,6 @@ def test_beyond_the_bound_a_batch_is_completed_with_groups_that_do_not_teach():
     assert indices(ours.start(10, 1)) == [10, 11, 12, 13]
     assert ours.finish([10], {10: TEACHES}) == [8, 9]
     assert build_ledger().finish([], {}) == []
-
-
-def test_groups_that_were_given_back_are_counted_once_after_a_resume_with_more_trainer_ranks():
-    ours = build_ledger(max_refill=2)
-    ours.start(6, 0)
-    assert ours.finish([0, 1, 2], dict.fromkeys(range(3), EQUAL)) == [0, 1, 2]
-    again = build_ledger(max_refill=2, num_pools=2)
-    again.load_state_dict(json.loads(json.dumps(ours.state_dict())))
-    assert [len(of_pool) for of_pool in again.state_dict()["given_back"]] == [2, 1]
 
 
 @pytest.mark.parametrize("overcommit", [0, 4, 40])
@@ -547,23 +511,6 @@ def test_a_resumed_governor_goes_on_as_the_first_would_have(kind):
 
 
 # --- Without a bound on lag ---
-
-
-def test_without_a_bound_only_unfinished_groups_count_and_the_first_step_waits_for_the_fill():
-    ours = build_ledger(
-        max_lag=None, initial_groups=3, overcommit=16, groups_per_step=8, sync_period=3
-    )
-    assert len(ours.start(99, 0)) == 24 and ours.start(1, 0) == []
-    ours.finish([4, 1])
-    assert len(ours.start(99, 0)) == 2, "no step has taken the two that have come"
-    assert ours.take(0) is None and ours.waits_for()[:2] == [0, 2] and ours.overdue() == []
-    ours.finish([7])
-    assert ours.take(0) == [1, 4, 7]
-    assert ours.take(1) == [] and ours.take(2) == []
-    ours.finish([0])
-    assert ours.take(3) is None, "one, where a quarter of a batch is two"
-    ours.finish([5])
-    assert ours.take(3) == [0, 5]
 
 
 def test_without_a_bound_nothing_starts_after_the_last_step_and_a_longer_run_goes_on():
