@@ -1,28 +1,20 @@
 """An encoder as a source of scores, against transformers' own on a small random BERT."""
 
-import json
 import math
 import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-)
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from llamarl.models.config import tiny_directory
-from llamarl.scoring.classifier import (
-    Classifier,
-    check_encoder,
-    most_tokens_of,
-    of_label,
-)
+from llamarl.scoring.classifier import Classifier, check_encoder, most_tokens_of, of_label
 from llamarl.scoring.kinds.encoder import EncoderKind
 from llamarl.scoring.kinds.kind import Given
 from llamarl.scoring.scorer import score_all, site_alone, text_item
 from tests.build.kind_settings import encoder_settings
+from tests.build.model_directory import change_json
 from tests.scorers import LABELS, write_encoder, write_scorer
 from tests.tolerances import rounding
 
@@ -33,8 +25,7 @@ LOGITS = rounding(terms=16, depth=2 * 2, size=2.0)  # width and layers, and how 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    path = tmp_path_factory.mktemp("bert")
-    write_encoder(path)
+    write_encoder(path := tmp_path_factory.mktemp("bert"))
     return path
 
 
@@ -136,36 +127,34 @@ def test_it_keeps_the_contract_of_a_source(make):
 
 
 @pytest.mark.parametrize(
-    "label, says",
-    [(None, "gives 3 scores; name one of mild, toxic, odd"), ("bad", "has no label bad; name one")],
+    "label, max_tokens, says",
+    [
+        (None, 32, "gives 3 scores; name one of mild, toxic, odd"),
+        ("bad", 32, "has no label bad; name one"),
+        ("odd", 41, "it reads 40 tokens, fewer than max_tokens=41"),
+    ],
 )
-def test_a_label_that_there_is_not_is_refused_with_those_that_there_are(directory, label, says):
-    with pytest.raises(ValueError, match=says):
-        check_encoder(directory, label, 32)
-
-
-def test_what_is_no_encoder_or_reads_too_little_is_refused(directory, tmp_path):
+def test_what_an_encoder_does_not_have_is_refused_with_what_it_has(
+    directory, label, max_tokens, says
+):
     check_encoder(directory, "odd", 40)
-    with pytest.raises(ValueError, match="it reads 40 tokens, fewer than max_tokens=41"):
-        check_encoder(directory, "odd", 41)
+    with pytest.raises(ValueError, match=says):
+        check_encoder(directory, label, max_tokens)
+
+
+def test_a_directory_that_is_no_encoder_is_refused(directory, tmp_path):
     write_scorer(tmp_path / "decoder")
     with pytest.raises(ValueError, match="reads from left to right; use reward=model"):
         check_encoder(tmp_path / "decoder", None, 32)
-    with pytest.raises(ValueError, match="no classifier that transformers has"):
-        check_encoder(tiny_directory(), None, 32)
-
-
-def test_a_directory_with_code_of_its_own_or_without_safetensors_is_refused(directory, tmp_path):
-    path = tmp_path / "own"
-    shutil.copytree(directory, path)
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"model_type": "mine"}))
-    with pytest.raises(ValueError, match="no classifier that transformers has"):
-        check_encoder(path, "odd", 32)
-    (path / "config.json").write_text(json.dumps(config))
-    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    own = shutil.copytree(directory, tmp_path / "own")
+    change_json(own / "config.json", model_type="mine")
+    for path in (tiny_directory(), own):
+        with pytest.raises(ValueError, match="no classifier that transformers has"):
+            check_encoder(path, None, 32)
+    change_json(own / "config.json", model_type="bert")
+    (own / "model.safetensors").rename(own / "pytorch_model.bin")
     with pytest.raises(FileNotFoundError, match="safetensors only"):
-        check_encoder(path, "odd", 32)
+        check_encoder(own, "odd", 32)
 
 
 @pytest.mark.parametrize(
