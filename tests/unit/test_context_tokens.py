@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +14,9 @@ from llamarl.learning.packing import Packing, pack
 from llamarl.learning.step_metrics import Row
 from llamarl.learning.targets import Shaping, Targets, make_targets, shape
 from llamarl.learning.values import CriticSettings
-from llamarl.models.attention import PackedAttention
-from llamarl.types import Completion, Ending, Group, Outcome
-from tests.updating import STEP, VERSION, decoder_of, go_on, update_of
+from llamarl.types import Ending, Group, Outcome
+from tests.build.completion import build_completion
+from tests.updating import STEP, VERSION, decoder_of, go_on, logprobs_alone, update_of
 from tests.updating import group as sampled_group
 
 NAN = float("nan")
@@ -25,14 +26,13 @@ def dialogue(ticket, token_ids, mask, *, index=0, prompt=(10, 11), versions=None
     """A completion whose token at place i has logprob -i/8; NaN for context."""
     mask = torch.tensor(mask, dtype=torch.bool)
     places = torch.arange(len(token_ids))
-    return Completion(
-        ticket=ticket,
-        sample_index=index,
-        prompt_ids=torch.tensor(prompt),
-        token_ids=torch.tensor(token_ids),
+    return build_completion(
+        ticket,
+        index,
+        token_ids,
+        prompt=prompt,
         generator_logprobs=torch.where(mask, -places / 8, NAN),
         policy_versions=torch.zeros_like(places) if versions is None else torch.tensor(versions),
-        finish_reason="stop",
         loss_mask=mask,
         ending=Ending(reason="completed", num_turns=2, reward=1.0, error=""),
     )
@@ -145,10 +145,8 @@ def test_every_sampled_token_is_predicted_once_behind_all_that_came_before_it(gr
     wanted = {}
     first = 0
     for group in groups:
-        rows = zip(
-            group.token_ids.split(group.lengths.tolist()),
-            group.trained_tokens.split(group.lengths.tolist()),
-        )
+        lengths = group.lengths.tolist()
+        rows = zip(group.token_ids.split(lengths), group.trained_tokens.split(lengths))
         for token_ids, is_trained in rows:
             for place in is_trained.nonzero().flatten().tolist():
                 read = [*group.prompt_ids.tolist(), *token_ids[: place + 1].tolist()]
@@ -204,15 +202,13 @@ def opened(group: Group) -> Group:
 OPENED = [opened(group) for group in GROUPS]
 
 
-def with_junk(group: Group) -> Group:
-    """The same group with other logprobs, and none that is a number, where there is context."""
-    logprobs = torch.where(group.loss_mask, group.generator_logprobs, NAN)
-    return dataclasses.replace(group, generator_logprobs=logprobs)
-
-
 def test_the_logprobs_of_context_change_no_bit_of_a_step():
     changes, result = gradients_of(GROUPS)
-    others, other = gradients_of([with_junk(group) for group in GROUPS])
+    spoilt = []
+    for group in GROUPS:
+        logprobs = torch.where(group.loss_mask, group.generator_logprobs, NAN)
+        spoilt.append(dataclasses.replace(group, generator_logprobs=logprobs))
+    others, other = gradients_of(spoilt)
     assert all(map(torch.equal, changes, others))
     assert result == other
 
@@ -227,19 +223,10 @@ def test_the_gradient_is_that_of_the_sampled_tokens_alone(groups):
     loss = torch.zeros(())
     for group in groups:
         advantages = group.rewards - group.rewards.mean()
-        parts = zip(
-            group.token_ids.split(group.lengths.tolist()),
-            group.loss_mask.split(group.lengths.tolist()),
-            advantages,
-        )
+        lengths = group.lengths.tolist()
+        parts = zip(group.token_ids.split(lengths), group.loss_mask.split(lengths), advantages)
         for token_ids, mask, advantage in parts:
-            ids = torch.cat([group.prompt_ids, token_ids])
-            logits = decoder(
-                ids, torch.arange(ids.numel()), PackedAttention(torch.tensor([0, ids.numel()]))
-            )
-            before = group.prompt_ids.numel() - 1
-            logprobs = (logits[before:-1] / 0.7).log_softmax(1)
-            of_tokens = logprobs.gather(1, token_ids[:, None]).squeeze(1)
+            of_tokens = logprobs_alone(decoder, group.prompt_ids, token_ids)
             loss = loss - (advantage * of_tokens * mask).sum() / total
     loss.backward()
     norm = torch.stack([p.grad.square().sum() for p in decoder.parameters()]).sum().sqrt()
@@ -268,6 +255,19 @@ class Alone:
         return values
 
 
+def targets_of(group: Group, advantages: str, critic=None, old_values=None) -> Targets:
+    (targets,), _ = make_targets(
+        [group],
+        Shaping(),
+        advantages=advantages,
+        critic=critic,
+        old_values=old_values,
+        minibatches=[slice(0, 1)],
+        ranks=Alone(),
+    )
+    return targets
+
+
 def by_turns(*dialogues, rewards, turn_rewards):
     scored = [
         (one, Outcome("score", reward, "", turn_rewards=turns))
@@ -285,15 +285,7 @@ def test_a_turn_is_worth_what_comes_from_it_on_compared_with_the_groups_at_that_
         turn_rewards=[(1.0, 2.0), (0.5, 0.25), ()],
     )
     assert group.turn_rewards.tolist() == [0, 1, 0, 0, 2, 0.5, 0, 0.25, 0]
-    (targets,), _ = make_targets(
-        [group],
-        Shaping(),
-        advantages="turns",
-        critic=None,
-        old_values=None,
-        minibatches=[slice(0, 1)],
-        ranks=Alone(),
-    )
+    targets = targets_of(group, "turns")
     # From turn 1 on: 3, 1 and 0.5, of mean 1.5. From turn 2 on: 2 and 0.25 + 0.25 of the rest,
     # which stands at the end, of mean 1.25.
     want = [1.5, 1.5, 0.0, 0.75, 0.75, -0.5, 0.0, -0.75, -1.0]
@@ -302,15 +294,7 @@ def test_a_turn_is_worth_what_comes_from_it_on_compared_with_the_groups_at_that_
 
 
 def test_without_rewards_of_turns_every_turn_has_what_comes_at_the_end():
-    (targets,), _ = make_targets(
-        [TWO],
-        Shaping(),
-        advantages="turns",
-        critic=None,
-        old_values=None,
-        minibatches=[slice(0, 1)],
-        ranks=Alone(),
-    )
+    targets = targets_of(TWO, "turns")
     # Turn 1: 1 and 0. Turn 2: the second has none, so there is nothing to compare with.
     assert targets.advantages.tolist() == [0.5, 0.5, 0.0, 0.0, 0.0, 0.0, -0.5]
 
@@ -327,27 +311,19 @@ def test_rewards_of_turns_stand_where_the_turns_end():
 
 
 def test_gae_steps_from_a_turn_to_the_next_over_the_context():
-    class Settings:
-        settings = CriticSettings(lr=1.0, coef=1.0, clip=None, gamma=0.5, gae_lambda=0.5)
-
-    (targets,), _ = make_targets(
-        [TWO],
-        Shaping(),
-        advantages="gae",
-        critic=Settings(),
-        old_values=torch.tensor([1.0, 2.0, 9.0, 9.0, 4.0, 9.0, 0.0]),
-        minibatches=[slice(0, 1)],
-        ranks=Alone(),
+    critic = SimpleNamespace(
+        settings=CriticSettings(lr=1.0, coef=1.0, clip=None, gamma=0.5, gae_lambda=0.5)
     )
+    old_values = torch.tensor([1.0, 2.0, 9.0, 9.0, 4.0, 9.0, 0.0])
+    targets = targets_of(TWO, "gae", critic, old_values)
     # deltas: 12: 0.5*2 - 1 = 0; 13: 0.5*4 - 2 = 0; 16: 1 - 4 = -3. A_t = delta + 0.25 A_t+1
     assert targets.advantages.tolist() == [-3 / 16, -3 / 4, 0.0, 0.0, -3.0, 0.0, 0.0]
     assert targets.returns.tolist() == [1 - 3 / 16, 2 - 3 / 4, 0.0, 0.0, 1.0, 0.0, 0.0]
 
 
-def rewritten(group: Group, *places: int) -> Group:
-    """The group with restarts at these places of its tokens."""
-    restarts = torch.zeros_like(group.loss_mask)
-    restarts[list(places)] = True
+def rewritten(group: Group, place: int) -> Group:
+    """The group with a restart at this place of its tokens."""
+    restarts = torch.arange(group.token_ids.numel()) == place
     return dataclasses.replace(group, restarts=restarts)
 
 
@@ -391,11 +367,8 @@ def test_the_gradient_of_a_rewritten_dialogue_is_that_of_its_readings_one_by_one
     apart, _ = gradients_of([first, second], loss_fn=total, max_grad_norm=1e9)
     for ours, theirs in zip(together, apart):
         torch.testing.assert_close(ours, theirs, atol=STEP * float(theirs.abs().max()), rtol=0)
-    plain, _ = gradients_of(
-        [dataclasses.replace(whole, restarts=torch.zeros_like(whole.restarts))],
-        loss_fn=total,
-        max_grad_norm=1e9,
-    )
+    unread = dataclasses.replace(whole, restarts=torch.zeros_like(whole.restarts))
+    plain, _ = gradients_of([unread], loss_fn=total, max_grad_norm=1e9)
     assert not torch.allclose(plain[0], together[0])
 
 
