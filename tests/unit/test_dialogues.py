@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -91,9 +92,8 @@ class ScriptedEngine:
         self.finished = []
         self.released = []
 
-    @property
-    def num_live(self):
-        return 0
+    free_slots = 8
+    num_live = 0
 
     @property
     def num_waiting(self):
@@ -101,8 +101,6 @@ class ScriptedEngine:
 
     def export_partials(self):
         return self.partials
-
-    free_slots = 8
 
     def check(self, request):
         pass
@@ -112,8 +110,7 @@ class ScriptedEngine:
 
     def step(self, chunk):
         for one in self.partials:
-            number = sum(not run.is_context for run in runs_of(*had(one)))
-            text = self.turns[number]
+            text = self.turns[num_turns(one)]
             is_cut = text.endswith("|")
             ids = TOKENIZER.encode(text.rstrip("|"), add_special_tokens=False)
             ids += [] if is_cut else [EOS]
@@ -147,12 +144,18 @@ class ScriptedEngine:
         pass
 
 
-def had(partial):
-    return partial.token_ids, partial.loss_mask
+def are_context(completion):
+    """Whether each of its runs is context."""
+    return [run.is_context for run in runs_of(completion.token_ids, completion.loss_mask)]
 
 
-@pytest.fixture
-def engine_of():
+def num_turns(completion):
+    return are_context(completion).count(False)
+
+
+@contextmanager
+def engines():
+    """engine_of(inner, name, prompt): an engine of dialogues with an environment of this name."""
     made = []
 
     def engine_of(inner, name, prompt, *, reproducible=False, **options):
@@ -170,13 +173,25 @@ def engine_of():
         engine.close()
 
 
-def drain(engine, chunk=4, until=None, wait=None):
-    """Completions by their key, once all have ended, or once `until` is true."""
+@pytest.fixture
+def engine_of():
+    with engines() as make:
+        yield make
+
+
+def drain(engine, chunk=4, until=None, wait=None, stop_at=-1):
+    """Completions by their key, once all have ended, or `until` is true, or after stop_at steps."""
     finished = []
-    while engine.num_live and not (until and until(engine)):
+    steps = 0
+    while engine.num_live and steps != stop_at and not (until and until(engine)):
+        steps += 1
         if not engine.step(chunk) and engine.num_acting:
             assert (wait or engine._dialogues.wait)(PATIENCE_S) is not False
         finished += engine.pop_finished()
+    return by_key(finished)
+
+
+def by_key(finished):
     return {(stream, c.ticket, c.sample_index): c for stream, c in finished}
 
 
@@ -193,9 +208,8 @@ def scripted(engine_of, *turns, name="Shop", prompt=ROW, most=64, **options):
 
 def pieces(completion):
     """Its texts, context in brackets."""
-    runs = runs_of(completion.token_ids, completion.loss_mask)
     shown = []
-    for run in runs:
+    for run in runs_of(completion.token_ids, completion.loss_mask):
         text = TOKENIZER.decode(run.token_ids, skip_special_tokens=False)
         shown.append(f"[{text}]" if run.is_context else text)
     return "".join(shown)
@@ -203,20 +217,15 @@ def pieces(completion):
 
 # --- Endings ---
 
+TWO = ("add 1 2?", "add 3 4?")
+
 
 @pytest.mark.parametrize(
     "turns, options, reason, finish, shown, reward",
     [
         (("add 1 2?", "3"), {}, "completed", "stop", "add 1 2?<eos>[3]3<eos>", 1.0),
         (("leave?",), {}, "tool_stopped", "stop", "leave?<eos>", 0.0),
-        (
-            ("add 1 2?", "add 3 4?"),
-            {"max_turns": 2},
-            "turns",
-            "length",
-            "add 1 2?<eos>[3]add 3 4?<eos>",
-            2.0,
-        ),
+        (TWO, {"max_turns": 2}, "turns", "length", "add 1 2?<eos>[3]add 3 4?<eos>", 2.0),
         (("add 1 2|",), {}, "tokens", "length", "add 1 2", 0.0),
         (("add 1 2?", "3"), {"most": 10}, "context", "length", "add 1 2?<eos>", 1.0),
     ],
@@ -229,12 +238,10 @@ def test_why_a_dialogue_ended(engine_of, turns, options, reason, finish, shown, 
     assert ending.num_turns == len([t for t in turns if t in shown or t.rstrip("|") in shown])
 
 
-@pytest.mark.parametrize("tool, reason", [("hang", "timeout")])
-def test_a_dialogue_that_breaks_says_what_broke_it(engine_of, tool, reason):
-    options = {"timeout_s": 1.0} if tool == "hang" else {"memory_mb": 300}
-    completion = scripted(engine_of, "add 1 2?", f"{tool}?", **options)
-    assert completion.ending.reason == reason and completion.ending.error
-    assert pieces(completion) == f"add 1 2?<eos>[3]{tool}?<eos>"
+def test_a_dialogue_that_hangs_says_so(engine_of):
+    completion = scripted(engine_of, "add 1 2?", "hang?", timeout_s=1.0)
+    assert completion.ending.reason == "timeout" and completion.ending.error
+    assert pieces(completion) == "add 1 2?<eos>[3]hang?<eos>"
 
 
 def test_a_call_that_cannot_be_read_ends_a_dialogue(engine_of, monkeypatch):
@@ -270,11 +277,8 @@ def test_a_beginning_without_room_fails_itself_and_not_its_group(engine_of):
 
 def test_a_beginning_without_room_is_an_error_and_has_a_token_for_its_version(engine_of):
     crowded = scripted(engine_of, "1", name="Talkative", prompt=OWN, most=2)
-    assert (
-        crowded.ending.reason == "context"
-        and "100 tokens" in crowded.ending.error
-        or ("2 tokens" in crowded.ending.error)
-    )
+    assert crowded.ending.reason == "context"
+    assert "100 tokens" in crowded.ending.error or "2 tokens" in crowded.ending.error
     assert crowded.loss_mask.tolist() == [False] and crowded.policy_versions.tolist() == [4]
 
 
@@ -293,11 +297,11 @@ def test_an_environment_that_says_nothing_does_not_join_turns(engine_of):
     found = drain(engine)
     assert len(found) == 3
     for completion in found.values():
-        runs = runs_of(completion.token_ids, completion.loss_mask)
-        assert [run.is_context for run in runs] == [True, False] * 3
+        assert are_context(completion) == [True, False] * 3
         outcome = Outcome("score", 1.0, "", turn_rewards=completion.ending.turn_rewards)
         rewards = Group.of([(completion, outcome)]).turn_rewards
-        second_ends = sum(len(run.token_ids) for run in list(runs)[:4]) - 1
+        runs = list(runs_of(completion.token_ids, completion.loss_mask))
+        second_ends = sum(len(run.token_ids) for run in runs[:4]) - 1
         assert rewards.nonzero().tolist() == [[second_ends]]
 
 
@@ -389,11 +393,6 @@ def test_a_template_that_rewrites_history_has_the_dialogue_read_anew(monkeypatch
     assert sampled == "".join(f"{turn}<|im_end|>" for turn in said)
 
 
-def num_turns(completion):
-    runs = runs_of(completion.token_ids, completion.loss_mask)
-    return sum(not run.is_context for run in runs)
-
-
 def test_a_rewritten_dialogue_goes_on_elsewhere(monkeypatch, engine_of):
     said = [f"{THOUGHT}{letter}" for letter in "abc"]
     (wanted,) = drain(chatty(monkeypatch, engine_of, *said)).values()
@@ -429,10 +428,10 @@ def test_what_the_model_saw_is_what_the_completion_says(engine_of):
     found = drain(engine)
     assert len(found) == 3
     for completion in found.values():
-        runs = runs_of(completion.token_ids, completion.loss_mask)
-        assert [run.is_context for run in runs] == [True, False] * 3
+        assert are_context(completion) == [True, False] * 3
         heard = 0
-        for context, turn in zip(list(runs)[0::2], list(runs)[1::2]):
+        runs = list(runs_of(completion.token_ids, completion.loss_mask))
+        for context, turn in zip(runs[0::2], runs[1::2]):
             assert decode(context.token_ids) == (f"{heard}=" if heard else "12+")
             assert turn.token_ids[-1] in DIGITS
             heard += len(decode(turn.token_ids)) + 1
@@ -450,18 +449,36 @@ def tokens_of(found):
     return {key: completion.token_ids.tolist() for key, completion in found.items()}
 
 
-def uninterrupted(engine_of, name="Echo", **options):
-    engine = engine_of(tiny(kept_tokens=1000), name, OWN, **options)
-    engine.submit(7, OWN.prompt_ids, TURNS)
-    return drain(engine)
+def played(engine_of, *tickets, name="Echo", inner=None, **options):
+    """An engine that has these tickets of an environment to play."""
+    engine = engine_of(inner or tiny(kept_tokens=1000), name, OWN, **options)
+    for ticket in tickets:
+        engine.submit(ticket, OWN.prompt_ids, TURNS)
+    return engine
 
 
-@pytest.mark.parametrize("kept_tokens", [0])
-def test_tokens_do_not_depend_on_what_is_kept_on_chunks_or_on_who_is_fast(engine_of, kept_tokens):
-    wanted = tokens_of(uninterrupted(engine_of))
-    engine = engine_of(tiny(kept_tokens=kept_tokens), "Echo", OWN, reproducible=True)
-    engine.submit(7, OWN.prompt_ids, TURNS)
-    assert tokens_of(drain(engine, chunk=1)) == wanted
+@pytest.fixture(scope="module")
+def undisturbed():
+    """Completions of ticket 7 of Echo, 9 of Endless, and 8 without dialogues, each made alone."""
+    with engines() as engine_of:
+        found = drain(played(engine_of, 7))
+        found |= drain(played(engine_of, 9, name="Endless", max_turns=2))
+    alone = tiny()
+    alone.submit(8, PLAIN.prompt_ids, SHORT, stream=1)
+    while alone.num_live or alone.num_waiting:
+        alone.step(4)
+    found |= by_key(alone.pop_finished())
+    assert len(found) == 9
+    return found
+
+
+def of_ticket(found, ticket):
+    return {key: completion for key, completion in found.items() if key[1] == ticket}
+
+
+def test_tokens_do_not_depend_on_what_is_kept_on_chunks_or_on_who_is_fast(engine_of, undisturbed):
+    engine = played(engine_of, 7, inner=tiny(kept_tokens=0), reproducible=True)
+    assert tokens_of(drain(engine, chunk=1)) == tokens_of(of_ticket(undisturbed, 7))
 
 
 def stored(state):
@@ -471,28 +488,19 @@ def stored(state):
     return rest | load(save(tensors))
 
 
-def taken_over(engine_of, stop_at, name="Echo", newest=0, version=0):
-    """Dialogues that are stopped when so many steps of a token were made, and go on in another
-    engine. Returns what was finished before, and after.
-    """
-    first = engine_of(tiny(kept_tokens=1000), name, OWN)
-    first.submit(7, OWN.prompt_ids, TURNS)
-    steps = iter(range(10**6))
-    done = drain(first, chunk=1, until=lambda _: next(steps) == stop_at)
-    state = stored(pack(first.export_partials()))
-    second = engine_of(tiny(kept_tokens=1000), name, OWN)
-    second.weights_changed(version)
-    for partial_ in unpack(state, newest, stream=0, params_of=lambda ticket: TURNS):
-        second.submit_partial(partial_)
-    return done, drain(second, chunk=1)
-
-
 @pytest.mark.parametrize("stop_at", [2, 9, 16])
-def test_a_dialogue_goes_on_elsewhere_from_any_of_its_tokens(engine_of, stop_at):
-    wanted = uninterrupted(engine_of)
-    done, rest = taken_over(engine_of, stop_at)
-    assert tokens_of(done | rest) == tokens_of(wanted)
-    for key, completion in (done | rest).items():
+def test_a_dialogue_goes_on_elsewhere_from_any_of_its_tokens(engine_of, undisturbed, stop_at):
+    first = played(engine_of, 7)
+    found = drain(first, chunk=1, stop_at=stop_at)
+    state = stored(pack(first.export_partials()))
+    second = played(engine_of)
+    second.weights_changed(0)
+    for partial_ in unpack(state, 0, stream=0, params_of=lambda ticket: TURNS):
+        second.submit_partial(partial_)
+    found |= drain(second, chunk=1)
+    wanted = of_ticket(undisturbed, 7)
+    assert tokens_of(found) == tokens_of(wanted)
+    for key, completion in found.items():
         assert completion.ending == wanted[key].ending
         assert torch.equal(completion.loss_mask, wanted[key].loss_mask)
 
@@ -517,8 +525,7 @@ def test_a_dialogue_whose_environment_says_something_else_when_it_is_played_agai
 
 
 def test_new_weights_may_come_at_any_turn(engine_of):
-    engine = engine_of(tiny(kept_tokens=1000), "Echo", OWN)
-    engine.submit(7, OWN.prompt_ids, TURNS)
+    engine = played(engine_of, 7)
     found = {}
     for version in range(1, 60):
         if not engine.num_live:
@@ -538,11 +545,8 @@ def test_new_weights_may_come_at_any_turn(engine_of):
 
 @pytest.mark.parametrize("stop_at", [0, 7, 15])
 def test_a_dialogue_may_be_aborted_at_any_turn(engine_of, stop_at):
-    engine = engine_of(tiny(kept_tokens=1000), "Echo", OWN)
-    engine.submit(7, OWN.prompt_ids, TURNS)
-    engine.submit(8, OWN.prompt_ids, TURNS)
-    steps = iter(range(10**6))
-    done = drain(engine, chunk=1, until=lambda _: next(steps) == stop_at)
+    engine = played(engine_of, 7, 8)
+    done = drain(engine, chunk=1, stop_at=stop_at)
     ended = [key for key in done if key[1] == 7]
     assert engine.abort(7, stream=0) == 3 - len(ended)
     aborted = {c.sample_index: c for _, c in engine.pop_finished() if c.ticket == 7}
@@ -561,36 +565,18 @@ SHORT = dataclasses.replace(TURNS, max_new_tokens=6, stop_token_ids=(EOS,))
 
 def mixed(engine_of):
     """An engine whose ticket 7 is played and whose ticket 8 is not."""
-    engine = engine_of(tiny(kept_tokens=1000), "Echo", OWN)
+    engine = played(engine_of)
     engine._prompt_of = lambda stream, ticket: OWN if ticket == 7 else PLAIN
     engine._is_played = lambda prompt: section_of(prompt) == "task"
     return engine
 
 
-def both(engine_of):
-    """That engine with both tickets."""
+@pytest.mark.parametrize("stop_at", [1, 4])
+def test_what_is_not_played_may_be_aborted(engine_of, stop_at):
     engine = mixed(engine_of)
     engine.submit(7, OWN.prompt_ids, TURNS)
     engine.submit(8, PLAIN.prompt_ids, SHORT, stream=1)
-    return engine
-
-
-def wanted_of_both(engine_of):
-    """The tokens of each ticket alone: of 8 from an engine without dialogues."""
-    alone = tiny()
-    alone.submit(8, PLAIN.prompt_ids, SHORT, stream=1)
-    while alone.num_live or alone.num_waiting:
-        alone.step(4)
-    plain = {(stream, c.ticket, c.sample_index): c for stream, c in alone.pop_finished()}
-    assert len(plain) == 3
-    return tokens_of(uninterrupted(engine_of) | plain)
-
-
-@pytest.mark.parametrize("stop_at", [1, 4])
-def test_what_is_not_played_may_be_aborted(engine_of, stop_at):
-    engine = both(engine_of)
-    steps = iter(range(10**6))
-    done = drain(engine, chunk=1, until=lambda _: next(steps) == stop_at)
+    done = drain(engine, chunk=1, stop_at=stop_at)
     left = 3 - sum(key[1] == 8 for key in done)
     assert engine.abort(8, stream=1) == left
     aborted = [c for _, c in engine.pop_finished() if c.ticket == 8]
@@ -600,7 +586,7 @@ def test_what_is_not_played_may_be_aborted(engine_of, stop_at):
 
 
 def test_a_dialogue_that_waits_for_its_environment_holds_no_slot(engine_of):
-    engine = engine_of(tiny(kept_tokens=1000), "Echo", OWN)
+    engine = played(engine_of)
     assert engine.free_slots == 8
     engine.submit(7, OWN.prompt_ids, TURNS)
     assert (engine.num_live, engine.free_slots) == (3, 5), "they will soon need one"
@@ -641,19 +627,15 @@ def all_three(engine):
     engine.submit(7, OWN.prompt_ids, TURNS)
 
 
-def wanted_of_three(engine_of):
-    alone = engine_of(tiny(kept_tokens=1000), "Endless", OWN, max_turns=2)
-    alone.submit(9, OWN.prompt_ids, TURNS)
-    return wanted_of_both(engine_of) | tokens_of(drain(alone))
-
-
 @pytest.mark.parametrize("reproducible", [False, True])
-def test_each_prompt_is_played_by_the_environment_of_its_section(engine_of, reproducible):
+def test_each_prompt_is_played_by_the_environment_of_its_section(
+    engine_of, undisturbed, reproducible
+):
     engine = several(engine_of, reproducible=reproducible)
     all_three(engine)
     assert engine.num_live == 9
     found = drain(engine, wait=engine.wait)
-    assert tokens_of(found) == wanted_of_three(engine_of)
+    assert tokens_of(found) == tokens_of(undisturbed)
     reasons = {key[1]: completion.ending.reason for key, completion in found.items()}
     assert reasons == {7: "completed", 8: "completed", 9: "turns"}
     for key, completion in found.items():
@@ -663,22 +645,22 @@ def test_each_prompt_is_played_by_the_environment_of_its_section(engine_of, repr
     assert not engine.num_live and engine._inner._kept.places == 0
 
 
-@pytest.mark.parametrize("stop_at", [4])
-def test_dialogues_with_several_environments_go_on_elsewhere_and_may_be_aborted(engine_of, stop_at):
+def test_dialogues_with_several_environments_go_on_elsewhere_and_may_be_aborted(
+    engine_of, undisturbed
+):
     first = several(engine_of)
     all_three(first)
-    steps = iter(range(10**6))
-    done = drain(first, chunk=1, until=lambda _: next(steps) == stop_at, wait=first.wait)
+    done = drain(first, chunk=1, stop_at=4, wait=first.wait)
     left = first.export_partials()
     second = several(engine_of)
     for partial_ in left:
         second.submit_partial(partial_)
-    assert tokens_of(done | drain(second, chunk=1, wait=second.wait)) == wanted_of_three(engine_of)
-    of_endless = sum(partial_.ticket == 9 for partial_ in left)
-    assert first.abort(9, stream=0) == of_endless
-    rest = drain(first, wait=first.wait)
+    found = done | drain(second, chunk=1, wait=second.wait)
+    assert tokens_of(found) == tokens_of(undisturbed)
     ended = {(0, 9, partial_.sample_index) for partial_ in left if partial_.ticket == 9}
-    assert {key for key in rest if key[1] == 9} == ended
+    assert first.abort(9, stream=0) == len(ended)
+    rest = drain(first, wait=first.wait)
+    assert of_ticket(rest, 9).keys() == ended
     assert all(rest[key].ending.reason == "aborted" for key in ended)
 
 
