@@ -1,18 +1,22 @@
-"""Answers of evaluations, as judges take them."""
+"""Answers of evaluations, as judges take them, and what transformers says of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from transformers import AutoModelForCausalLM
 
 from llamarl.evaluation.ask import ScoredAnswer
 from llamarl.evaluation.judges import Judges, advance
 from llamarl.evaluation.metrics import Evaluation
+from llamarl.models.config import tiny_directory
 from llamarl.scoring.scorer import Item
 from llamarl.tasks.parts import EvalSet, numbered
-from llamarl.types import EvalCompletion, Outcome, Prompt
+from llamarl.types import Outcome, Prompt
 from llamarl.words.choices import OWN
+from tests.build.eval_completion import build_eval_completion
 
 SCORED = Outcome.score(0.0)
 
@@ -43,18 +47,10 @@ def evaluated(
     outcome: Outcome = SCORED,
 ) -> ScoredAnswer:
     """An answer to a held-out prompt; sample 0 is the greedy one, and 1 .. k are those sampled."""
-    token_ids = torch.tensor(tokens)
-    completion = EvalCompletion(
-        prompt_index=prompt,
-        greedy=sample == 0,
-        sample_index=max(0, sample - 1),
-        token_ids=token_ids,
-        policy_versions=torch.full_like(token_ids, version),
-        finish_reason="stop",
-    )
+    completion = build_eval_completion(prompt, sample, tokens, version=version)
     item = Item(
         prompt=Prompt(torch.tensor(prompt_ids), f"prompt {prompt}", {}),
-        token_ids=token_ids,
+        token_ids=completion.token_ids,
         text=text,
         has_ended=True,
         is_held_out=True,
@@ -98,3 +94,16 @@ def columns_of(judge, answers, *, version=0, sets=None):
             assert judged == version
             return columns
     raise AssertionError("it does not end")
+
+
+@torch.no_grad()
+def logprobs_by_transformers(items):
+    """How likely answers to held-out prompts are: [N] float64, nats. Each has its own pass."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_directory(), dtype=torch.float64)
+    found = []
+    for item in items:
+        prompt = item.prompt.prompt_ids
+        logits = model(torch.cat([prompt, item.token_ids])[None]).logits[0].log_softmax(-1)
+        places = torch.arange(item.token_ids.numel()) + prompt.numel() - 1
+        found.append(float(logits[places, item.token_ids].sum()))
+    return np.array(found)

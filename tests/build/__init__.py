@@ -2,6 +2,7 @@
 
 group         a Group of scored completions
 completion    a Completion as a generator sends it
+eval_completion  an EvalCompletion: an answer to a held-out prompt
 control       the Control of a world of one rank
 ledger        a TicketLedger and its desk
 routes        the route of a channel of weights, and the control of one of several ranks

@@ -6,11 +6,15 @@ import json
 import time
 from collections import Counter, deque
 
+import torch
+
 from llamarl.ddma.receiver import Staged
+from llamarl.executor import ExecutorGroup
 from llamarl.models.config import tiny_directory
 from llamarl.models.directory import SafetensorsDir
 from llamarl.models.sharding import Box
-from llamarl.types import Ticket
+from llamarl.scoring.scorer import Scorer
+from llamarl.types import Outcome, Ticket
 
 
 class FakeReceiver:
@@ -29,7 +33,7 @@ class FakeSender:
 
     room = 10**6
 
-    def __init__(self, name="scored"):
+    def __init__(self, name="groups"):
         self.name = name
         self.records = []
 
@@ -81,18 +85,43 @@ class FakeMetrics:
 
 
 class FakeControl:
-    """A control that counts how often it was woken."""
+    """Control among ranks of one process, which share `boxes`: rank -> topic -> messages. Counts
+    how often it was woken, and keeps in `posts` where it has posted what.
+    """
 
+    failure = None
     num_wakes = 0
+
+    def __init__(self, rank=0, boxes=None):
+        self.rank = rank
+        self.boxes = {} if boxes is None else boxes
+        self.posts = []
 
     def wake(self):
         self.num_wakes += 1
+
+    def post(self, rank, topic, payload):
+        self.posts.append((rank, topic))
+        payload = json.loads(json.dumps(payload))
+        self.boxes.setdefault(rank, {}).setdefault(topic, []).append((self.rank, payload))
+
+    def take(self, topic):
+        return self.boxes.get(self.rank, {}).pop(topic, [])
+
+    def has(self, topic):
+        return topic in self.boxes.get(self.rank, {})
+
+    def check(self):
+        pass
+
+    def wait(self, timeout_s):
+        time.sleep(0.001)
 
 
 class FakeWeights:
     """Stages the same tiny weights under whatever version a test says."""
 
-    def __init__(self, in_order):
+    def __init__(self, in_order=False):
         self.in_order = in_order
         self.staged = None
         self.overtakable = False
@@ -109,12 +138,12 @@ class FakeWeights:
             name: (Box.whole(tuple(p.shape)), p.detach()) for name, p in self.parameters.items()
         }
 
-    def arrive(self, version, evaluate=False):
+    def arrive(self, version, evaluate=False, **fields):
         """A version comes whole; says whether there was room for it."""
         kept = self.staged is not None and (self.staged.must_load or self.in_order)
         self.overtakable = kept and not self.staged.must_load
         if not kept:
-            self.staged = Staged(version, must_load=evaluate, evaluate=evaluate)
+            self.staged = Staged(version, must_load=evaluate, evaluate=evaluate, **fields)
         return not kept
 
     def wait_for_local(self):
@@ -133,77 +162,31 @@ class FakeWeights:
         pass
 
 
-class FakeMail:
-    """Control between generators in one process: boxes is rank -> topic -> [(sender, payload)],
-    posts all that was sent.
-    """
-
-    failure = None
-
-    def __init__(self, boxes, rank):
-        self.boxes = boxes
-        self.rank = rank
-        self.posts = []
-
-    def post(self, rank, topic, payload):
-        self.posts.append((rank, topic))
-        self.boxes.setdefault(rank, {}).setdefault(topic, []).append(
-            (self.rank, json.loads(json.dumps(payload)))
-        )
-
-    def take(self, topic):
-        return self.boxes.get(self.rank, {}).pop(topic, [])
-
-    def wait(self, timeout_s):
-        time.sleep(0.001)
-
-
-class Totals(dict):
-    """Metrics that are the sum of each name."""
-
-    def add(self, name, amount):
-        self[name] = self.get(name, 0) + amount
-
-    add_mean = add_sum = add
-
-
-class Outbox(list):
-    """A sender that is the list of what was put into it."""
-
-    name = "completions"
-
-    def has_room(self):
-        return True
-
-    put = list.append
-
-
 class FakeTickets:
     """Grants `grants` tickets to each ask and remembers what was asked. resumed_step, working: what
     a ledger says after a resume.
     """
 
     resumed_step, working = 0, frozenset()
+    synchronous = False
+    has_batch = False
+
+    def __init__(self):
+        self.grants = 1
+        self.next = 0
+        self.asked = []
+        self.orders = []
+        self.went_on = []
 
     @property
     def is_refused(self):
         return self.grants == 0
-
-    has_batch = False
 
     def in_work(self):
         return set(self.working)
 
     def resumed_choices(self):
         return {}
-
-    def __init__(self, synchronous):
-        self.synchronous = synchronous
-        self.grants = 1
-        self.next = 0
-        self.asked = []
-        self.orders = []
-        self.went_on = []
 
     def go_on(self, tickets):
         self.went_on += tickets
@@ -220,3 +203,71 @@ class FakeTickets:
     def to_truncate(self):
         orders, self.orders = self.orders, []
         return orders
+
+
+class FakeScorer(Scorer):
+    """Knows the outcome of an item as soon as it is submitted, and says so at the next poll: that
+    of its `score`, but of the texts "error" and "abstain" what they say.
+    """
+
+    name = "fake"
+
+    def __init__(self, site=None):
+        self.known = []
+        self.released = []
+        self.is_closed = False
+
+    @property
+    def pending(self):
+        return len(self.known)
+
+    def score(self, item):
+        return float(len(item.text))
+
+    def outcome(self, item):
+        if item.text == "error":
+            return Outcome.error("it broke")
+        if item.text == "abstain":
+            return Outcome.abstain("nothing to say")
+        return Outcome.score(self.score(item))
+
+    def submit(self, key, item):
+        self.known.append((key, self.outcome(item)))
+
+    def release(self, keys):
+        self.released.append(list(keys))
+
+    def poll(self):
+        known, self.known = self.known, []
+        return known
+
+    def wait(self, timeout_s):
+        return True
+
+    def close(self):
+        self.is_closed = True
+
+
+def seat(executor, *, group=None, inputs=None, outputs=(), control=None, tickets=None):
+    """Attach an executor to fakes and set it up. Returns it.
+
+    inputs: record -> what it reads in the place of a FakeReceiver. outputs: further ends.
+    """
+    group = group or ExecutorGroup(executor.name, (0,), 0, torch.device("cpu"))
+    given = inputs or {}
+    executor.attach(
+        group,
+        [(record, given.get(record) or FakeReceiver()) for record in executor.consumes],
+        [*((record, FakeSender()) for record in executor.produces), *outputs],
+        control or FakeControl(group.rank),
+        FakeMetrics(),
+        tickets,
+    )
+    executor.setup()
+    return executor
+
+
+def give(executor, *records):
+    """Put records into the channels that carry them."""
+    for record in records:
+        executor.inputs.of(type(record)).records.append(record)

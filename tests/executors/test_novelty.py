@@ -21,8 +21,9 @@ from llamarl.scoring.novelty import Novelty
 from llamarl.scoring.scorer import Item, score_all, site_alone
 from llamarl.scoring.weighted import Weighted, WeightedPart
 from llamarl.types import Prompt
+from tests.build.job import finished_job
 from tests.build.kind_settings import novelty_settings
-from tests.launching import COMPLETIONS, SMALL, ForkedJob, untimed
+from tests.launching import COMPLETIONS, SMALL, untimed
 
 CPU = torch.device("cpu")
 GROUPS = 3  # a step
@@ -233,8 +234,7 @@ def test_a_synchronous_run_with_novelty_is_the_same_every_time(tmp_path):
     )
     runs = []
     for name, ranks in {"one": None, "two": 2}.items():
-        with ForkedJob(*SMALL, *parts, run_dir=tmp_path / name, ranks=ranks) as job:
-            assert job.wait() == 0, job.output
+        job = finished_job(*SMALL, *parts, run_dir=tmp_path / name, ranks=ranks)
         runs.append(untimed(job.rows)[-3:])
     assert runs[0] == runs[1]
     # Sums of scores of 0 or 1 alone are whole numbers.

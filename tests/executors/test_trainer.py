@@ -11,7 +11,6 @@ from executors.trainer import FSDPTrainer
 from llamarl.checkpoint.checkpointer import Checkpointer
 from llamarl.checkpoint.parts import SavedPart
 from llamarl.checkpoint.service import CheckpointService
-from llamarl.comm.control import Control
 from llamarl.errors import CheckpointError
 from llamarl.executor import Inputs
 from llamarl.learning.buffer import GroupBuffer
@@ -19,15 +18,15 @@ from llamarl.learning.update import StepAborted
 from llamarl.models.sharded_state import Shard, box_from
 from llamarl.models.sharding import Box
 from llamarl.types import Group
+from tests.build.control import lone_control
 from tests.executors.fakes import FakeReceiver
 
 # --- When a step begins ---
 
 
-def trainer_of(*, shares_replicas, may_begin):
-    """Return a trainer of version 3 with a whole batch, tickets 12 and 13, and what it did."""
-    seen = []
-    trainer = object.__new__(FSDPTrainer)  # without what a model needs
+def bare_trainer():
+    """A trainer of version 3 without what a model needs."""
+    trainer = object.__new__(FSDPTrainer)
     trainer.group = SimpleNamespace(ranks=(0, 1), index=0)
     trainer.inputs = Inputs("trainer", [(Group, FakeReceiver())])
     trainer.buffer = GroupBuffer()
@@ -36,11 +35,17 @@ def trainer_of(*, shares_replicas, may_begin):
     trainer.done = trainer._is_at_end = False
     trainer._taken = None
     trainer._wait_since = 0.0
-    trainer.shares_replicas = shares_replicas
-    trainer.control = SimpleNamespace(stopping=False)
-    room = SimpleNamespace(has_room=lambda: True)
-    trainer.weights = room
+    trainer.control = SimpleNamespace(stopping=False, ending=False)
+    trainer.weights = SimpleNamespace(has_room=lambda: True)
     trainer.resets_reference = lambda version: False
+    return trainer
+
+
+def trainer_of(*, shares_replicas, may_begin):
+    """Return a trainer with a whole batch, tickets 12 and 13, and what it did."""
+    seen = []
+    trainer = bare_trainer()
+    trainer.shares_replicas = shares_replicas
 
     def take(step, waited):
         seen.append(("take", step))
@@ -60,9 +65,7 @@ def test_a_batch_that_is_whole_waits_for_what_the_replicas_have_begun():
     trainer, seen = trainer_of(shares_replicas=True, may_begin=iter([False, False, True]))
     assert not trainer.step() and not trainer.step()
     assert seen == [("take", 3), ("ask", 3), ("ask", 3)], "it is taken once"
-    assert trainer.waiting_for().startswith(
-        "begin: all trainer ranks, [0, 1], to come to the begin"
-    )
+    assert trainer.waiting_for().startswith("begin: all trainer ranks, [0, 1], to come")
     assert trainer.step() and seen[3:] == [("ask", 3), ("train", 12, 13)]
     assert trainer._taken is None
 
@@ -90,14 +93,8 @@ def test_at_a_stop_it_comes_to_its_end_though_nobody_takes_its_weights(monkeypat
 
 
 def test_what_arrives_between_two_microbatches_is_told_before_the_step_ends():
-    inbox, told = FakeReceiver(), []
-    trainer = object.__new__(FSDPTrainer)  # without what a model needs
-    trainer.inputs = Inputs("trainer", [(Group, inbox)])
-    trainer.buffer = GroupBuffer()
-    trainer.version = 3
-    trainer.done = False
-    trainer._wait_since = 0.0
-    trainer.control = SimpleNamespace(ending=False)
+    trainer, told = bare_trainer(), []
+    inbox = trainer.inputs.of(Group)
     trainer.checkpoints = SimpleNamespace(save=lambda version, executor, is_last: None)
     trainer.tickets = SimpleNamespace(
         finish=lambda tickets, verdicts: told.append(list(tickets)),
@@ -108,9 +105,8 @@ def test_what_arrives_between_two_microbatches_is_told_before_the_step_ends():
     class Update:
         def run(self, groups, version, stop):
             for ticket in (7, 9):
-                inbox.records.append(
-                    SimpleNamespace(ticket=ticket, trained_outcomes=torch.zeros(2))
-                )
+                group = SimpleNamespace(ticket=ticket, trained_outcomes=torch.zeros(2))
+                inbox.records.append(group)
                 assert not stop()
                 assert told[-1] == [ticket]
             trainer.control.ending = True
@@ -171,7 +167,7 @@ def test_only_rows_that_a_rank_holds_are_read(mine, expected):
 
 
 def test_an_executor_that_cannot_go_on_is_an_end_in_words_with_the_checkpoints_name(tmp_path):
-    control = Control(None, rank=0, world_size=1, leader=0, names=["all"])
+    control = lone_control()
     expected = [("controller", 0), ("trainer", 0)]
     checkpointer = Checkpointer(tmp_path, keep=1, control=control, expected=expected)
     checkpointer.save_part(3, "controller", 0, {"ledger": {}, "metrics": {}})

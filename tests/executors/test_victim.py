@@ -10,33 +10,31 @@ from safetensors.torch import load_file
 
 from executors import victim as victim_module
 from executors.victim import FIRST_STREAM, Victim, place_of
-from llamarl.executor import ExecutorGroup
 from llamarl.inference import Engine, SamplingParams
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer, named_parameters_hf
 from llamarl.types import Completion, EvalCompletion, EvalReplied, Policy, Replied
 from tests.build.completion import build_completion
-from tests.executors.fakes import FakeControl, FakeMetrics, FakeReceiver, FakeSender
+from tests.build.eval_completion import build_eval_completion
+from tests.executors.fakes import give, seat
 
 ANSWERS = 3  # to an attack
 SIZE = 2  # attacks of a ticket
 EVAL_ATTACKS = 3  # of a held-out prompt
 LONGEST, NEW = 12, 5
+UNREADABLE = "123"
 SAMPLING = SamplingParams(max_new_tokens=NEW, stop_token_ids=(2,), n=ANSWERS, seed=7)
 TOKENIZER = load_tokenizer(tiny_directory())
 
 
 def build_engine(device, *, max_slots=8):
-    return Engine.from_hf(
-        tiny_directory(),
-        dtype="float32",
-        device=device,
-        max_slots=max_slots,
-        max_len=LONGEST + NEW,
-    )
+    sizes = {"max_slots": max_slots, "max_len": LONGEST + NEW}
+    return Engine.from_hf(tiny_directory(), dtype="float32", device=device, **sizes)
 
 
 def read(attack):
+    if attack == UNREADABLE:
+        raise ValueError(f"{attack} spells it")
     return TOKENIZER.encode(f"{attack}=")
 
 
@@ -49,23 +47,18 @@ def attack(ticket, sample, text, *, finish_reason="stop"):
 
 
 def eval_attack(sample, text, *, version=4):
-    """Sample 0 is the greedy one."""
-    ids = torch.tensor(ids_of(text), dtype=torch.int64)
-    return EvalCompletion(
-        prompt_index=0,
-        greedy=sample == 0,
-        sample_index=max(0, sample - 1),
-        token_ids=ids,
-        policy_versions=torch.full_like(ids, version),
-        finish_reason="stop",
-    )
+    return build_eval_completion(0, sample, ids_of(text), version=version)
+
+
+def eval_attacks():
+    return [eval_attack(i, f"2{i}+3") for i in range(EVAL_ATTACKS)]
 
 
 @pytest.fixture
 def build():
     built = []
 
-    def build(*, reproducible=True, max_slots=8, room=10**6):
+    def build(*, reproducible=True, max_slots=8):
         victim = Victim(
             build_engine=lambda device: build_engine(device, max_slots=max_slots),
             decode=lambda ids: TOKENIZER.decode(ids, skip_special_tokens=True),
@@ -77,24 +70,12 @@ def build():
             num_eval_attacks=EVAL_ATTACKS,
             reproducible=reproducible,
         )
-        inputs = [(record, FakeReceiver()) for record in victim.consumes]
-        answered, eval_answered = FakeSender("replied"), FakeSender("eval_replied")
-        answered.room = room
-        outputs = [(Replied, answered), (EvalReplied, eval_answered)]
-        group = ExecutorGroup("victim", (0,), 0, torch.device("cpu"))
-        victim.attach(group, inputs, outputs, FakeControl(), FakeMetrics())
-        victim.setup()
-        built.append(victim)
+        built.append(seat(victim))
         return victim
 
     yield build
     for victim in built:
         victim.teardown()
-
-
-def give(victim, *attacks):
-    for one in attacks:
-        victim.inputs.of(type(one)).records.append(one)
 
 
 def answered_by(victim, *attacks) -> dict[tuple, Replied | EvalReplied]:
@@ -143,7 +124,7 @@ def test_neither_order_nor_slots_change_an_answer(build):
     """In step with the trainer, bit for bit; else their tokens, on which rounding has no say
     here.
     """
-    attacks = [*SUMS, *(eval_attack(i, f"2{i}+3") for i in range(EVAL_ATTACKS))]
+    attacks = [*SUMS, *eval_attacks()]
     first = answered_by(build(), *attacks)
     for seed in range(2):
         shuffled = random.Random(seed).sample(attacks, len(attacks))
@@ -171,36 +152,19 @@ def test_attacks_share_no_random_numbers_with_each_other_or_the_attacker():
         (attack(0, 0, " "), "abstain", "empty"),
         (attack(0, 0, ""), "abstain", "empty"),
         (attack(0, 0, "12+3", finish_reason="aborted"), "abstain", "aborted"),
-        (
-            attack(0, 0, "1" * LONGEST),
-            "error",
-            "14 tokens of the victim's tokenizer, and the victim reads 1 to 12",
-        ),
+        (attack(0, 0, "1" * LONGEST), "error", "14 tokens of the victim's tokenizer"),
+        (attack(0, 0, UNREADABLE), "error", "the attack cannot be read: 123 spells it"),
+        (eval_attack(1, ""), "abstain", ""),  # its evaluation was given up
     ],
 )
 @pytest.mark.parametrize("reproducible", [True, False])
 def test_an_attack_that_is_not_asked_says_why(build, one, outcome, reason, reproducible):
     other = attack(0, 1, "12+34")
-    found = answered_by(build(reproducible=reproducible), one, other)
+    rest = [] if isinstance(one, Completion) else [attack(0, 0, "2")]
+    found = answered_by(build(reproducible=reproducible), one, other, *rest)
     record = found[place_of(one)]
     assert record.outcome == outcome and reason in record.reason
     assert record.replies == () and record.prompt_ids.numel() == 0
-    assert found[place_of(other)].outcome == "score"
-
-
-def test_an_attack_that_cannot_be_read_is_an_error_of_its_own(build):
-    victim = build()
-
-    def read_sums(text):
-        if "+" not in text:
-            raise ValueError(f"{text} spells it")
-        return read(text)
-
-    victim.read = read_sums
-    one, other = attack(0, 0, "123"), attack(0, 1, "12+34")
-    found = answered_by(victim, one, other)
-    record = found[place_of(one)]
-    assert (record.outcome, record.reason) == ("error", "the attack cannot be read: 123 spells it")
     assert found[place_of(other)].outcome == "score"
 
 
@@ -209,12 +173,6 @@ def test_a_ticket_is_answered_together_once_it_is_whole(build):
     assert answered_by(victim, SUMS[0], SUMS[3]) == {}
     assert victim.waiting_for() == "data: ticket 0 lacks 1 attacks from the generator"
     assert set(answered_by(victim, SUMS[1])) == {place_of(SUMS[0]), place_of(SUMS[1])}
-
-
-def test_an_evaluation_that_was_given_up_is_passed_on(build):
-    given_up = eval_attack(1, "")
-    found = answered_by(build(), given_up)
-    assert found[place_of(given_up)].outcome == "abstain"
 
 
 def test_as_many_attacks_are_begun_as_fill_the_slots(build):
@@ -226,9 +184,8 @@ def test_as_many_attacks_are_begun_as_fill_the_slots(build):
 
 def test_two_evaluations_may_be_under_way_at_once(build):
     victim = build(reproducible=False, max_slots=3)
-    both = []
-    for version in (4, 6):
-        both += [eval_attack(i, "12+3", version=version) for i in range(EVAL_ATTACKS)]
+    places = itertools.product((4, 6), range(EVAL_ATTACKS))
+    both = [eval_attack(i, "12+3", version=version) for version, i in places]
     give(victim, *both)
     while victim.step():
         pass
@@ -244,7 +201,7 @@ def test_an_evaluation_overtakes_the_attacks_that_wait(build, monkeypatch, repro
     victim.step()
     begun = len(victim._asked) + len(victim.outputs.of(Replied).records)
     assert begun == SIZE, "the rest waits"
-    give(victim, *SUMS, *(eval_attack(i, f"2{i}+3") for i in range(EVAL_ATTACKS)))
+    give(victim, *SUMS, *eval_attacks())
     evaluated = victim.outputs.of(EvalReplied).records
     while len(evaluated) < EVAL_ATTACKS:
         assert victim.step()
@@ -254,14 +211,15 @@ def test_an_evaluation_overtakes_the_attacks_that_wait(build, monkeypatch, repro
 def test_an_evaluation_is_taken_in_where_no_attack_has_room(build, monkeypatch):
     monkeypatch.setattr(victim_module, "MAX_PENDING", 1)
     victim = build()
-    give(victim, *SUMS, *(eval_attack(i, f"2{i}+3") for i in range(EVAL_ATTACKS)))
+    give(victim, *SUMS, *eval_attacks())
     victim.step()
     assert not victim.inputs.of(EvalCompletion).records
     assert len(victim.inputs.of(Completion).records) == len(SUMS) - 1
 
 
 def test_without_room_it_rests(build):
-    victim = build(room=0)
+    victim = build()
+    victim.outputs.of(Replied).room = 0
     give(victim, *SUMS)
     assert not victim.step()
     assert victim.waiting_for().startswith("room: in channel")

@@ -18,8 +18,7 @@ from llamarl.scoring.scorer import Site
 from llamarl.scoring.weighted import WeightedPart
 from llamarl.tasks.parts import EvalSet
 from tests.build.kind_settings import model_settings
-from tests.evaluated import columns_of, evaluated
-from tests.executors.likelihoods import logprobs_by_transformers
+from tests.evaluated import columns_of, evaluated, logprobs_by_transformers
 from tests.ranks.topologies import TOPOLOGIES, WORLD
 from tests.scorers import SCORES, asked_for, transformers_scores, write_scorer
 from tests.tolerances import of_logprobs
