@@ -99,13 +99,11 @@ def build_trainer(config: Config, job: Job, kind: type[FSDPTrainer] = FSDPTraine
     own_reference = None
     if reference.kind != "frozen" and reference.kind != "reset":  # these two are executors
         own_reference = reference.kind
-    critic_path = None
-    if t.critic.trunk == "own":
-        critic_path = t.critic.path or str(job.inputs.model_path)
+    model_path = str(job.inputs.model_path)
     loss_fn = loss_of(config)
     return kind(
         model_settings=dataclasses.replace(
-            trained_model_of(t, path=str(job.inputs.model_path), dtype=config.model.dtype),
+            trained_model_of(t, path=model_path, dtype=config.model.dtype),
             lora=job.inputs.lora,
             adapter_path=t.lora.path,
             ema_decay=t.ema_decay,
@@ -119,9 +117,7 @@ def build_trainer(config: Config, job: Job, kind: type[FSDPTrainer] = FSDPTraine
         canary_top=0 if config.generator.quantize == "none" else TOP,
         evaluate_at=job.inputs.eval_due,
         checkpoint_at=partial(_is_due, config.checkpoint.every),
-        critic_settings=_critic_of(config),
-        critic_path=critic_path,
-        critic_seed=config.seed,
+        critic_settings=_critic_of(config, model_path),
         own_reference=own_reference,
         step_options=partial(options_at, config=config),
         samples=job.files.sample_maker,
@@ -180,17 +176,22 @@ def update_settings(config: Config, job: Job, loss_fn: Loss) -> UpdateSettings:
     )
 
 
-def _critic_of(config: Config) -> CriticSettings | None:
-    """Return the critic's settings; None without one."""
+def _critic_of(config: Config, model_path: str) -> CriticSettings | None:
+    """Return the critic's settings; None without one. model_path: the policy's directory."""
     t = config.trainer
     if t.advantages != "gae":
         return None
+    path = None
+    if t.critic.trunk == "own":
+        path = t.critic.path or model_path
     return CriticSettings(
         lr=config.critic_lr,
         coef=t.value_coef,
         clip=t.value_clip,
         gamma=t.gamma,
         gae_lambda=t.gae_lambda,
+        path=path,
+        seed=config.seed,
     )
 
 

@@ -45,10 +45,10 @@ from llamarl.inference.protocol import (
     GenerationEngine,
     can_hold_quantized,
     can_resume,
-    can_stream,
     can_talk,
 )
 from llamarl.inference.requests import Partial
+from llamarl.inference.stretches import StretchSender
 from llamarl.models.build import Decoder
 from llamarl.models.parity import (
     Agreement,
@@ -123,8 +123,6 @@ class Generator(Executor):
         self._begun: dict[int, float] = {}  # when each began here, seconds
         self._open: dict[int, list[Completion]] = {}  # the completions that were sent
         self._send_again: list[Completion] = []  # sent before the run was interrupted
-        # How many tokens of each live completion were sent as stretches.
-        self._told: dict[tuple[int, int], int] = {}
 
     @staticmethod
     def adapt_decoder(decoder: Decoder) -> None:
@@ -145,12 +143,11 @@ class Generator(Executor):
         self._num_slots = self.engine.free_slots
         self._completions = self.outputs.of(Completion)
         self._evaluations = self.outputs.of(EvalCompletion)
-        self._hints = self.outputs.all_of(Stretch)
+        self._stretches = StretchSender(
+            self.outputs.all_of(Stretch), self.engine, self.prompts, stream=TRAIN
+        )
         if can_talk(self.engine):
             self.engine.when_answered(self.control.wake)
-        assert not self._hints or can_stream(self.engine), (
-            f"{type(self.engine).__name__} does not tell what it samples"
-        )
 
     @property
     def finishes_on_stop(self) -> bool:
@@ -180,12 +177,15 @@ class Generator(Executor):
         # rank has taken that grant already.
         ended = self.tickets.to_truncate() + self._expired()
         # In a synchronous run an evaluation runs alone, because batches must not depend on timing.
-        is_blocked = self.tickets.synchronous and self._evaluating > 0
+        is_pinned = self._evaluating > 0
+        is_blocked = self.tickets.synchronous and is_pinned
         # Ask a chunk before the groups are needed, because the answer takes time.
         evaluate = self._next_to_evaluate()
         free = self.engine.free_slots - self.engine.num_waiting
         room = (free - len(evaluate) * self._answers_each) // self.sampling.n
-        if self._waits_for_step():
+        if not (self.tickets.synchronous or is_pinned) and self.tickets.has_batch:
+            # The trainer on this rank is about to publish: a ticket started now would be one
+            # version older than necessary. A pinned version does not wait for that.
             granted = []
         elif room > 0 and not is_blocked:
             is_idle = not (self.engine.num_live or self.engine.num_waiting)
@@ -206,13 +206,6 @@ class Generator(Executor):
             chunk=self.chunk_tokens,
         )
         return swapped or sampled
-
-    def _waits_for_step(self) -> bool:
-        """Return whether the trainer on this rank is about to publish: a ticket started now would
-        be one version older than necessary. A pinned version does not wait.
-        """
-        is_pinned = self._evaluating > 0
-        return not (self.tickets.synchronous or is_pinned) and self.tickets.has_batch
 
     @property
     def _answers_each(self) -> int:
@@ -384,7 +377,7 @@ class Generator(Executor):
             if stream == TRAIN:
                 columns = {**completion.columns, **self._of_version}
                 completion = dataclasses.replace(completion, columns=columns)
-                self._tell_end(completion)
+                self._stretches.end(completion)
                 self._note_sent(completion)
                 self._completions.put(self._with_prompt(completion))
             else:
@@ -392,7 +385,8 @@ class Generator(Executor):
                     self._progress.advance()
                 answer = eval_completion(stream, completion)
                 self._evaluations.put(answer)
-        self._tell()
+        if not self.follows:
+            self._stretches.send()
         return sampled > 0 or bool(finished)
 
     def _with_prompt(self, completion: Completion) -> Completion:
@@ -405,41 +399,6 @@ class Generator(Executor):
         if self.temperatures is None:
             return self.sampling
         return dataclasses.replace(self.sampling, temperature=self.temperatures.of(ticket))
-
-    def _tell(self) -> None:
-        """Send the new tokens of live completions. If the channel is full they go with the next
-        ones, because decoding must not wait for a reader.
-        """
-        if self.follows or not self._has_room_for_hints():
-            return
-        assert can_stream(self.engine), "`setup` asked"
-        for new in self.engine.new_tokens(TRAIN):
-            prompt = chosen(self.prompts, new.ticket)
-            stretch = Stretch(**new._asdict(), has_ended=False, prompt=prompt)
-            self._told[new.ticket, new.sample_index] = new.begin + new.token_ids.numel()
-            self._hint(stretch)
-
-    def _tell_end(self, completion: Completion) -> None:
-        """Send the last stretch of a completion, if there was one before."""
-        told = self._told.pop((completion.ticket, completion.sample_index), None)
-        if told is None or not self._has_room_for_hints():
-            return
-        stretch = Stretch(
-            ticket=completion.ticket,
-            sample_index=completion.sample_index,
-            begin=told,
-            token_ids=completion.token_ids[told:],
-            has_ended=True,
-            prompt=chosen(self.prompts, completion.ticket),
-        )
-        self._hint(stretch)
-
-    def _has_room_for_hints(self) -> bool:
-        return bool(self._hints) and all(end.has_room() for end in self._hints)
-
-    def _hint(self, stretch: Stretch) -> None:
-        for end in self._hints:
-            end.put(stretch)
 
     def _expired(self) -> list[int]:
         """Return the tickets that have been in work for longer than max_seconds."""

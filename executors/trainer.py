@@ -15,8 +15,7 @@ import dataclasses
 import logging
 import math
 import time
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -30,13 +29,12 @@ from llamarl.ddma.sender import WeightsSender
 from llamarl.executor import Executor
 from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.logprobs import canary_of
-from llamarl.learning.optim import build_optimizer
 from llamarl.learning.samples import SampleMaker, StepWatch
 from llamarl.learning.step_metrics import measured
 from llamarl.learning.targets import verdict_of
-from llamarl.learning.trained_model import TrainedModel, TrainedModelSettings, load_decoder
+from llamarl.learning.trained_model import TrainedModel, TrainedModelSettings
 from llamarl.learning.update import PolicyUpdate, StepAborted, UpdateSettings
-from llamarl.learning.values import Critic, CriticSettings, OwnCritic, SharedCritic
+from llamarl.learning.values import CriticSettings, load_critic
 from llamarl.models.build import Decoder
 from llamarl.models.fsdp import local
 from llamarl.models.loading import frozen_decoder
@@ -59,8 +57,6 @@ class FSDPTrainer(Executor):
 
     replicate: copies of the model, each sharded over an equal share of the ranks. tensor_parallel:
     ranks, one after another, that share each layer and train on the same groups.
-    critic_path: directory from which a separate value model starts; None: the critic is a head on
-    the policy's trunk. critic_seed: draws that model's head if the directory has none.
     own_reference: computes the reference logprobs of groups that come without them: with the
     decoder's adapters off, or with a frozen copy of the starting weights in the exported dtype,
     sharded like the policy.
@@ -92,8 +88,6 @@ class FSDPTrainer(Executor):
     evaluate_at: Callable[[int], bool]
     checkpoint_at: Callable[[int], bool]
     critic_settings: CriticSettings | None = None
-    critic_path: str | None = None
-    critic_seed: int = 0
     own_reference: Literal["none", "adapters_off", "sharded"] | None = None
     step_options: Callable[[int], dict[str, float]] = lambda step: {}
     samples: SampleMaker | None = None
@@ -127,8 +121,9 @@ class FSDPTrainer(Executor):
         self.model = TrainedModel(
             self.model_settings, self.group, lr=self.settings.lr, adapt=self.adapt_decoder
         )
-        critic = self.critic_settings
-        self.critic = None if critic is None else self._load_critic(critic)
+        self.critic = None
+        if self.critic_settings is not None:
+            self.critic = load_critic(self.critic_settings, self.model, self.group)
         reference = None
         if self.own_reference == "adapters_off":
             reference = self.model.decoder
@@ -164,24 +159,6 @@ class FSDPTrainer(Executor):
     @property
     def _sender_to_reference(self) -> WeightsSender:
         return sender_of(self.outputs, ReferencePolicy)
-
-    def _load_critic(self, settings: CriticSettings) -> Critic:
-        adam = self.model_settings.adam
-        if self.critic_path is None:
-            return SharedCritic(
-                self.model.decoder.config.hidden_size,
-                settings,
-                betas=adam.betas,
-                eps=adam.eps,
-                mesh=self.group.data_mesh(),
-                device=self.group.device,
-            )
-        value_model = dataclasses.replace(
-            self.model_settings, path=self.critic_path, lora=None, score_seed=self.critic_seed
-        )
-        trunk = load_decoder(value_model, self.group)
-        optimizer = build_optimizer(trunk.parameters(), lr=settings.lr, **dataclasses.asdict(adam))
-        return OwnCritic(trunk, settings, optimizer)
 
     def _load_reference(self) -> Decoder:
         reference = frozen_decoder(
@@ -381,7 +358,7 @@ class FSDPTrainer(Executor):
         self.model.load_state_dict(parts)
         self.version = int(parts[0]["version"])
         if self.critic:
-            self._load_critic_state(self.critic, parts)
+            self.critic.resume(parts)
         buffered = list(chain.from_iterable(part["buffered"] for part in parts))
         g = self.group
         self.buffer.load(
@@ -390,20 +367,6 @@ class FSDPTrainer(Executor):
             lambda ticket: dp_rank_of(ticket, g.data_size) == g.data_index,
         )
         self._published = -1
-
-    def _load_critic_state(self, critic: Critic, parts: Sequence[Mapping]) -> None:
-        """Load the critic. ValueError if a value model's weights are missing; a missing head starts
-        at 0.
-        """
-        missing = critic.load_state_dict(parts)
-        if missing and critic.trunk is not None:
-            raise ValueError(
-                f"the checkpoint lacks {missing} elements of this rank's value model "
-                "(trainer.critic.trunk=own): it was saved without one, or with another"
-            )
-        if missing:
-            message = "the checkpoint has no value head: this run's starts at 0"
-            warnings.warn(message, stacklevel=2)
 
     @property
     def export_bytes(self) -> int:

@@ -239,12 +239,12 @@ class ExecutorController:
                     self.tickets,
                     self.checkpoints,
                 )
-        turns = DeviceSharing(self.settings.offload)
+        sharing = DeviceSharing(self.settings.offload)
         for executor in self.local:
             executor.setup()
-            if executor.name in turns.names:
-                executor.turns = turns
-                turns.join(executor.name, executor.offloadable)
+            if executor.name in sharing.names:
+                executor.take_turn = sharing.claim
+                sharing.join(executor.name, executor.offloadable)
         if self.settings.resume_from:
             self.checkpoints.restore(self.settings.resume_from)
 

@@ -286,13 +286,6 @@ class Checkpoints(Protocol):
         """
 
 
-class Turns(Protocol):
-    """A device that several executors share (llamarl.machine.offload)."""
-
-    def claim(self, name: str) -> bool:
-        """Give the device to the executor `name`. True if anything had to move."""
-
-
 @dataclass(frozen=True, slots=True)
 class ExecutorGroup:
     """The ranks that run one executor, and this process's place among them.
@@ -382,8 +375,9 @@ class Executor:
     split_vocabulary: bool = True
     # Copies of the model, each sharded over an equal share of its ranks.
     replicate: int = 1
-    # Set if it shares its device and leaves it to others between steps.
-    turns: Turns | None = None
+    # Set if it shares its device and leaves it to others between steps: gives the device to the
+    # executor of that name (llamarl.machine.offload).
+    take_turn: Callable[[str], object] | None = None
 
     # One executor of a graph leads. Its first rank is the leader, its steps are the run's, and the
     # run ends when it is `done`. That one has `version`, `done` and `export` too.
@@ -506,8 +500,8 @@ class Executor:
 
     def claim_device(self) -> None:
         """Wait until this executor's tensors are on the shared device. Call it before computing."""
-        if self.turns is not None:
-            self.turns.claim(self.name)
+        if self.take_turn is not None:
+            self.take_turn(self.name)
 
     def may_checkpoint(self, step: int) -> bool:
         """Whether `state_dict` may be called for the checkpoint of a step, which the leading

@@ -17,6 +17,8 @@ nor is exported.
 
 from __future__ import annotations
 
+import dataclasses
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,9 +27,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from llamarl.executor import ExecutorGroup
 from llamarl.learning.losses.common import LossAndMetrics, half_square, per_token
 from llamarl.learning.optim import build_optimizer, set_lr, settle_moments
 from llamarl.learning.step_metrics import Metric, Metrics, Reduction, metrics_of_loss
+from llamarl.learning.trained_model import TrainedModel, load_decoder
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
 from llamarl.models.fsdp import held_box, is_dtensor, local, local_rows, tensor_groups
@@ -81,7 +85,9 @@ def value_head(dim: int, *, mesh: DeviceMesh | None, device: torch.device) -> Va
 @dataclass(frozen=True, slots=True)
 class CriticSettings:
     """Settings of a critic. lr: of its own parameters, by the policy's schedule. coef: of its loss.
-    clip: how far a value may move, None: any way.
+    clip: how far a value may move, None: any way. path: directory from which a value model of its
+    own starts, None: a head on the policy's trunk. seed: draws that model's head if the directory
+    has none.
     """
 
     lr: float
@@ -89,6 +95,8 @@ class CriticSettings:
     clip: float | None
     gamma: float
     gae_lambda: float
+    path: str | None = None
+    seed: int = 0
 
 
 class Critic:
@@ -178,6 +186,20 @@ class Critic:
         if not missing:
             set_steps(self.optimizer, self.parameters, steps)
         return missing
+
+    def resume(self, parts: Sequence[Mapping]) -> None:
+        """Go on from a checkpoint. ValueError if weights of a value model are missing; a missing
+        head starts at 0.
+        """
+        missing = self.load_state_dict(parts)
+        if missing and self.trunk is not None:
+            raise ValueError(
+                f"the checkpoint lacks {missing} elements of this rank's value model "
+                "(trainer.critic.trunk=own): it was saved without one, or with another"
+            )
+        if missing:
+            message = "the checkpoint has no value head: this run's starts at 0"
+            warnings.warn(message, stacklevel=2)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -283,6 +305,26 @@ class OwnCritic(Critic):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of its trunk's parameters, by Hugging Face names."""
         return parameter_shapes(self.trunk.config)
+
+
+def load_critic(settings: CriticSettings, model: TrainedModel, group: ExecutorGroup) -> Critic:
+    """Load the critic of a model, sharded as that is. Collective over the group."""
+    adam = model.settings.adam
+    if settings.path is None:
+        return SharedCritic(
+            model.decoder.config.hidden_size,
+            settings,
+            betas=adam.betas,
+            eps=adam.eps,
+            mesh=group.data_mesh(),
+            device=group.device,
+        )
+    value_model = dataclasses.replace(
+        model.settings, path=settings.path, lora=None, score_seed=settings.seed
+    )
+    trunk = load_decoder(value_model, group)
+    optimizer = build_optimizer(trunk.parameters(), lr=settings.lr, **dataclasses.asdict(adam))
+    return OwnCritic(trunk, settings, optimizer)
 
 
 def held_rows(parameter: torch.nn.Parameter) -> Box:

@@ -6,6 +6,7 @@ where in the model that is. All models on all topologies, and states of all of t
 are slow; QUICK has each kind of split and each pair of kinds.
 """
 
+import dataclasses
 import itertools
 import json
 from functools import partial
@@ -66,7 +67,7 @@ STEPS = 2
 MAX_NORM = 0.01  # well below the norm, so that clipping shows
 ADAM = AdamSettings(betas=(0.9, 0.99), eps=1e-4, weight_decay=0.1)
 # The untied model's is a head on its trunk, the tied one's a model of its own.
-CRITIC = CriticSettings(lr=0.05, coef=0.5, clip=0.2, gamma=0.9, gae_lambda=0.8)
+CRITIC = CriticSettings(lr=0.05, coef=0.5, clip=0.2, gamma=0.9, gae_lambda=0.8, seed=3)
 OF_CRITIC = "value."  # before the names of its parameters
 # Of the largest: width, and the layers there and back.
 LOSS = VALUES = rounding(terms=20, depth=2 * 2 * 2)
@@ -91,6 +92,7 @@ def trainer_of(model: Path, group: ExecutorGroup) -> tuple[FSDPTrainer, Peers]:
         skip_zero_advantage=False,
         parity=None,
     )
+    critic_path = str(model) if model.name == "tied" else None
     trainer = FSDPTrainer(
         model_settings=TrainedModelSettings(
             path=str(model),
@@ -108,9 +110,7 @@ def trainer_of(model: Path, group: ExecutorGroup) -> tuple[FSDPTrainer, Peers]:
         canary_top=0,
         evaluate_at=lambda version: False,
         checkpoint_at=lambda version: False,
-        critic_settings=CRITIC,
-        critic_path=str(model) if model.name == "tied" else None,
-        critic_seed=3,
+        critic_settings=dataclasses.replace(CRITIC, path=critic_path),
     )
     return trainer, attached(trainer, group)
 
