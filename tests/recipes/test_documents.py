@@ -111,6 +111,7 @@ def test_a_command_of_the_documents_holds_with_the_tiny_model(words, folder, lau
     assert code == 0, said.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", TASKS, ids=" ".join)
 def test_a_task_of_the_readme_makes_a_step_with_the_tiny_model(words, folder):
     with ForkedJob(*typed(words), *SHORT, run_dir=folder.parent / "run", cwd=folder) as job:
