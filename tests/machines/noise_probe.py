@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn.functional as F
@@ -24,16 +23,6 @@ ROWS = 24
 TERMS = 256
 COLUMNS = 40
 BATCH = 3
-
-
-@dataclass(frozen=True)
-class Apart:
-    """The distances of two results of one computation, and of each from the true one, in units of
-    eps times the sizes of the terms, added up; the largest number of all.
-    """
-
-    between: float
-    from_truth: float
 
 
 def factors() -> tuple[Tensor, Tensor]:
@@ -89,63 +78,59 @@ def gradient(a: Tensor, b: Tensor) -> Tensor:
     return x.grad
 
 
-def measured(product: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> Apart:
+def measured(product: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> dict[str, float]:
+    """The largest distance of two results of one computation, and of either from the true one, in
+    units of eps times the sizes of the terms, added up.
+    """
     sizes = a.double().abs() @ b.double().abs() * torch.finfo(a.dtype).eps
     one, other = product(a, b).double(), product(a, b).double()
     truth = a.double() @ b.double()
-    between = ((one - other).abs() / sizes).max()
     errors = torch.stack([(x - truth).abs() / sizes for x in (one, other)])
-    return Apart(between=float(between), from_truth=float(errors.max()))
+    between = ((one - other).abs() / sizes).max()
+    return {"between": float(between), "from_truth": float(errors.max())}
 
 
-def attention_apart() -> float:
-    """Attention's results and its gradients, whichever kernel makes it: how far apart, in eps of
-    the largest.
-    """
+def distances(make: Callable[[], dict[str, Tensor]]) -> dict[str, float]:
+    """How far apart what is made twice lies, in eps of the largest."""
+    first, second = make(), make()
+    apart = {}
+    for name, one in first.items():
+        eps = torch.finfo(one.dtype).eps * one.abs().max()
+        apart[name] = float((one - second[name]).abs().max() / eps)
+    return apart
+
+
+def attention() -> dict[str, Tensor]:
+    """Attention and its gradient, whichever kernel makes it."""
     draw = torch.Generator().manual_seed(4)
     q = torch.randn(1, 2, 20, 16, generator=draw, requires_grad=True)
-    results = []
-    for _ in range(2):
-        out = F.scaled_dot_product_attention(q, q, q, is_causal=True)
-        (of_q,) = torch.autograd.grad(out.square().sum(), q)
-        results.append((out.detach(), of_q))
-    apart = []
-    for one, other in zip(*results):
-        eps = torch.finfo(q.dtype).eps * one.abs().max()
-        apart.append(float((one - other).abs().max() / eps))
-    return min(apart)
+    out = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    (of_q,) = torch.autograd.grad(out.square().sum(), q)
+    return {"attention": out.detach(), "attention's gradient": of_q}
 
 
-def of_kernels() -> dict[str, float]:
-    """What llamarl's own kernels make of one input, in eps of the largest: a norm forward and
-    backward, the logits of decoding, and the keys and values that it keeps.
+def kernels() -> dict[str, Tensor]:
+    """What llamarl's own kernels make of one input: a norm forward and backward, the logits of
+    decoding, and the keys and values that it keeps.
     """
     draw = torch.Generator().manual_seed(5)
     x = torch.randn(ROWS, TERMS, generator=draw, requires_grad=True)
-    scale = torch.ones(TERMS)
     decoder = build_decoder(read_config(tiny_directory()), device="cpu")
     for parameter in decoder.parameters():
         parameter.data = torch.randn(parameter.shape, generator=draw) * 0.1
-    prompt = torch.arange(5)
-    results = []
-    for _ in range(2):
-        _, normed = fused.add_rms_norm(x, None, scale, 1e-6)
-        (of_x,) = torch.autograd.grad(normed.pow(3).sum(), x)
-        found = {"norm": normed.detach(), "norm's gradient": of_x}
-        if NativeDecode.fits(decoder, torch.device("cpu"), torch.float32):
-            native = NativeDecode(decoder, torch.float32)
-            native.refresh()
-            cache = SlotCache(decoder, max_slots=1, max_len=8, budget=64)
-            cache.reserve(1, 5)
-            with torch.no_grad():
-                logits = native(prompt, prompt, cache, torch.zeros_like(prompt))
-            found |= {"decoding": logits, "its keys and values": cache.layers[0]}
-        results.append(found)
-    apart = {}
-    for name, one in results[0].items():
-        eps = torch.finfo(one.dtype).eps * one.abs().max()
-        apart[name] = float((one - results[1][name]).abs().max() / eps)
-    return apart
+    _, normed = fused.add_rms_norm(x, None, torch.ones(TERMS), 1e-6)
+    (of_x,) = torch.autograd.grad(normed.pow(3).sum(), x)
+    found = {"norm": normed.detach(), "norm's gradient": of_x}
+    if NativeDecode.fits(decoder, torch.device("cpu"), torch.float32):
+        native = NativeDecode(decoder, torch.float32)
+        native.refresh()
+        cache = SlotCache(decoder, max_slots=1, max_len=8, budget=64)
+        cache.reserve(1, 5)
+        prompt = torch.arange(5)
+        with torch.no_grad():
+            logits = native(prompt, prompt, cache, torch.zeros_like(prompt))
+        found |= {"decoding": logits, "its keys and values": cache.layers[0]}
+    return found
 
 
 def noise() -> list[float]:
@@ -175,9 +160,9 @@ def probe() -> dict[str, object]:
     apart["gradient"] = measured(gradient, a, b)
     apart["bfloat16"] = measured(torch.mm, a.bfloat16(), b.bfloat16())
     return {
-        "products": {name: asdict(found) for name, found in apart.items()},
-        "attention": attention_apart(),
-        "kernels": of_kernels(),
+        "products": apart,
+        "attention": distances(attention),
+        "kernels": distances(kernels),
         "noise": [noise(), forked],
     }
 

@@ -6,13 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl.inference import sampler
-from llamarl.inference.sampler import (
-    SamplingParams,
-    process,
-    sample,
-    sample_keys,
-    uniforms,
-)
+from llamarl.inference.sampler import SamplingParams, process, sample, sample_keys, uniforms
 
 pytestmark = pytest.mark.machine
 

@@ -76,11 +76,7 @@ class Machine(RuleBasedStateMachine):
         )
         self.waiting = deque()
         self.scheduler = Scheduler(
-            self.waiting,
-            self.room,
-            max_slots=max_slots,
-            prefill_chunk=chunk,
-            flops_per_token=flops,
+            self.waiting, self.room, max_slots=max_slots, prefill_chunk=chunk, flops_per_token=flops
         )
         self.held = {}  # slot -> names of its keys and values
         self.rows = []  # [request, index, tokens sampled] of each row

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl.comm.together import TrainerRanks
@@ -109,6 +109,7 @@ def random_group(draw):
     return dataclasses.replace(g, generator_logprobs=mu, ref_logprobs=ref)
 
 
+@settings(max_examples=40)
 @given(g=random_group(), penalty=st.sampled_from([None, -1.0]), beta=st.sampled_from([0.0, 0.3]))
 def test_rewards_are_those_of_a_loop_over_tokens(g, penalty, beta):
     got, place = shape([g], Shaping(penalty, beta))[0], 0

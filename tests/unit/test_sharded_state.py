@@ -59,9 +59,6 @@ def test_another_models_are_refused_before_anything_is_taken(shapes):
     taken = []
     with pytest.raises(ValueError, match="weight does not fit this run's model"):
         load_shards(
-            [shard_of(whole)],
-            [saved(whole)],
-            shapes=shapes,
-            take=lambda *what: taken.append(what),
+            [shard_of(whole)], [saved(whole)], shapes=shapes, take=lambda *what: taken.append(what)
         )
     assert not taken

@@ -46,8 +46,7 @@ def adapters_after(lr: float, steps: int, config) -> dict[str, torch.Tensor]:
 
 
 def decoder_with(adapters, dtype=torch.float32, lora=LORA):
-    config = dataclasses.replace(read_config(tiny_directory()), lora=lora)
-    decoder = load_weights(build_decoder(config, dtype=dtype), tiny_directory())
+    decoder = load_weights(build_decoder(config_of(lora), dtype=dtype), tiny_directory())
     with torch.no_grad():
         for name, parameter in adapters_of(decoder):
             parameter.copy_(adapters[name])
@@ -102,9 +101,15 @@ def test_a_small_product_is_not_rounded_away_in_bfloat16(projection):
     assert seen(adapted - without, update) == pytest.approx(1, abs=LEAST)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("targets", [("v_proj", "gate_proj"), ALL])
-@pytest.mark.parametrize("is_laid", [False, True])
+@pytest.mark.parametrize(
+    "dtype, targets, is_laid",
+    [
+        (torch.float32, ALL, True),
+        (torch.float32, ("v_proj", "gate_proj"), False),
+        (torch.bfloat16, ALL, False),
+        (torch.bfloat16, ("v_proj", "gate_proj"), True),
+    ],
+)
 def test_the_kernel_decodes_adapters_as_the_module_does(dtype, targets, is_laid):
     lora = dataclasses.replace(LORA, targets=targets)
     decoder = decoder_with(adapters_after(1e-3, STEPS, config_of(lora)), dtype, lora)
@@ -115,8 +120,7 @@ def test_the_kernel_decodes_adapters_as_the_module_does(dtype, targets, is_laid)
     if native._runner.native is None:
         pytest.skip("no C kernels here")
     native._runner.take("vectors")
-    config = config_of(lora)
-    close = of_logprobs(config, size=4.0, dtype=dtype)
+    close = of_logprobs(config_of(lora), size=4.0, dtype=dtype)
     for factor in (1.0, 0.5, -2.0):  # a new version each: only B is others
         with torch.no_grad():
             for name, parameter in adapters_of(decoder):

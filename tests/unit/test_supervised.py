@@ -287,12 +287,7 @@ def test_messages_that_do_not_repeat_the_prompt_are_refused(read):
 
 
 SETTINGS = SupervisedSettings(
-    lr=0.5,
-    schedule="constant",
-    warmup_steps=0,
-    max_steps=2,
-    microbatch_tokens=8,
-    max_grad_norm=1.0,
+    lr=0.5, schedule="constant", warmup_steps=0, max_steps=2, microbatch_tokens=8, max_grad_norm=1.0
 )
 
 

@@ -16,7 +16,7 @@ from itertools import product
 from typing import get_args, get_type_hints
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llamarl.config.sections.task import AnyTaskSettings
@@ -308,6 +308,7 @@ def test_prompts_are_tokenised_once_and_only_when_asked_for(file):
     assert tokenizer.num_encoded == 2
 
 
+@settings(max_examples=40)
 @given(st.text(max_size=30), st.integers(1, 40))
 @example("\ufdfa", 15)  # 3 bytes that normalization makes 33
 def test_the_shortcut_by_size_never_lets_a_long_prompt_through(text, limit):
@@ -583,11 +584,7 @@ def test_reasoning_gym_takes_the_datasets_own_parameters():
 @pytest.mark.parametrize(
     "name, options, said",
     [
-        (
-            "chain_sum",
-            {"min_term": 2},
-            "options.min_term: chain_sum takes min_terms, .*did you",
-        ),
+        ("chain_sum", {"min_term": 2}, "options.min_term: chain_sum takes min_terms, .*did you"),
         (
             "chain_sum",
             {"min_digits": 3, "max_digits": 1},
@@ -685,7 +682,7 @@ def test_an_answer_that_cannot_be_compared_is_an_error_and_no_score(reward, meta
 
 def test_the_table_of_kinds_is_whole():
     kinds = []
-    for settings in get_args(get_args(AnyTaskSettings)[0]):
-        kinds += get_args(get_type_hints(settings)["kind"])
+    for one in get_args(get_args(AnyTaskSettings)[0]):
+        kinds += get_args(get_type_hints(one)["kind"])
     assert sorted(kinds) == sorted([*NAMES, "mixture"])
     assert all(f"\n    {kind} " in launch_tasks.__doc__ for kind in kinds)

@@ -60,10 +60,7 @@ def trainer_on(device, *overrides, process_group=None):
     """The executor of a command line, set up."""
     usual = ["eval.every=0", "checkpoint.every=0", "trainer.microbatch_tokens=24", "lr=1e-3"]
     config = compose_config([*usual, *overrides])
-    nothing = SimpleNamespace(
-        bind=lambda *_: None,
-        reconcile=set,
-    )
+    nothing = SimpleNamespace(bind=lambda *_: None, reconcile=set)
     job = Job(config, World(0, 1, device), RunDirectory(Path(), None))
     trainer = build_trainer(config, job)
     place = ExecutorGroup("trainer", (0,), 0, device, process_group, shard_group=process_group)

@@ -473,10 +473,7 @@ def test_a_canary_holds_the_logprobs_of_what_is_not_given():
 @pytest.mark.parametrize("top", [3, 10 * VOCAB])
 def test_a_canary_for_a_quantised_generator_holds_the_likeliest_tokens_too(top):
     update = update_of()
-    got, kept = (
-        canary(update, top),
-        min(top, VOCAB),
-    )
+    got, kept = (canary(update, top), min(top, VOCAB))
     parts = [torch.tensor(s.token_ids).split([s.given, s.num_scored]) for s in SEQUENCES]
     rows = torch.cat([all_logprobs(update.decoder, *part).detach() for part in parts])
     for ids, row in zip(got.top_ids, rows, strict=True):
@@ -484,10 +481,7 @@ def test_a_canary_for_a_quantised_generator_holds_the_likeliest_tokens_too(top):
         assert_same_ranking(ids, row, 1e-5)
     likeliest = rows.gather(1, torch.tensor(got.top_ids))
     torch.testing.assert_close(torch.tensor(got.top_logprobs), likeliest, atol=1e-5, rtol=0)
-    assert got.logprobs == pytest.approx(
-        canary(update).logprobs,
-        abs=1e-5,
-    )
+    assert got.logprobs == pytest.approx(canary(update).logprobs, abs=1e-5)
 
 
 @pytest.mark.parametrize(
