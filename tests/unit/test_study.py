@@ -1,41 +1,28 @@
 """benchmarks/study.py without a job: verdicts, pairing, refusals, and how its runs go on."""
 
-import importlib
 import json
-import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
 from llamarl.config.command_line import RED_TEAM, check_command_line, compose_config
 from tests.house import ROOT
 
-BENCHMARKS = ROOT / "benchmarks"
-MODULES = (
-    "study",
-    "study_terms",
-    "study_verdicts",
-    "study_runs",
-    "study_pages",
-    "claims",
-    "studies",
-)
+# The benchmark's own files, which are scripts: they find each other beside themselves.
+with pytest.MonkeyPatch.context() as beside:
+    beside.syspath_prepend(str(ROOT / "benchmarks"))
+    import claims
+    import studies
+    import study as program
+    import study_pages as pages
+    import study_runs as runner
+    import study_terms as terms
+    import study_verdicts as verdicts
 WHERE = {"cores": 2, "cpu": "a CPU", "torch": "2"}
 ABOUT = {"date": "2026-11-24", "machine": WHERE}
 
 
-@pytest.fixture(scope="module")
-def modules():
-    """The benchmark's own files, which are scripts: they find each other beside themselves."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-
-
-def run_of(terms, *accuracies, failed=None):
+def run_of(*accuracies, failed=None):
     """A run with a look a step, from step 0 on; its perplexity is 1 and a tenth of its step."""
     rows = []
     for step, accuracy in enumerate(accuracies):
@@ -43,7 +30,7 @@ def run_of(terms, *accuracies, failed=None):
     return terms.Run(tuple(rows), failed)
 
 
-def question(terms, **changed):
+def question(**changed):
     asked = terms.Question(
         name="new less old",
         left=terms.Last("new", "eval/accuracy"),
@@ -56,7 +43,7 @@ def question(terms, **changed):
     return replace(asked, **changed)
 
 
-def study_of(terms, **changed):
+def study_of(**changed):
     """Two arms, three seeds; `new` must have learned."""
     made = terms.Study(
         name="example",
@@ -66,7 +53,7 @@ def study_of(terms, **changed):
         claim="new is better than old.",
         refuted_by="a gain of at most 2 points.",
         arms=(terms.Arm("new", ("lr=2",)), terms.Arm("old", ("lr=1",))),
-        questions=(question(terms),),
+        questions=(question(),),
         checks=(terms.Check("learned", terms.Last("new", "eval/accuracy"), "above", 0.5),),
         seeds=(0, 1, 2),
         common=("max_steps=2",),
@@ -76,67 +63,54 @@ def study_of(terms, **changed):
     return replace(made, **changed)
 
 
-def by_seed(terms, new, old):
+def by_seed(new, old):
     """The runs of each seed, whose last accuracies these are."""
     found = {}
     for seed, (first, second) in enumerate(zip(new, old)):
-        found[seed] = {"new": run_of(terms, 0.4, first), "old": run_of(terms, 0.4, second)}
+        found[seed] = {"new": run_of(0.4, first), "old": run_of(0.4, second)}
     return found
 
 
 # --- Verdicts ---
 
 
-def test_an_interval_is_of_the_paired_differences(modules):
-    terms = modules.study_terms
-    runs = by_seed(terms, new=(0.90, 0.80, 0.70), old=(0.80, 0.80, 0.60))
-    found = modules.study_verdicts.answer(question(terms), list(runs.values()))
+def test_an_interval_is_of_the_paired_differences():
+    runs = by_seed(new=(0.90, 0.80, 0.70), old=(0.80, 0.80, 0.60))
+    found = verdicts.answer(question(), list(runs.values()))
     # Differences of 10, 0, 10 points: deviation 5.774, times 4.303 over the root of 3.
     assert found.mean == pytest.approx(20 / 3) and found.half == pytest.approx(14.34, abs=0.01)
     assert found.differences == pytest.approx((10.0, 0.0, 10.0))
     # Unpaired, the seeds' own spread would be in it.
-    steady = by_seed(terms, new=(0.90, 0.50, 0.10), old=(0.80, 0.40, 0.00))
-    assert modules.study_verdicts.answer(
-        question(terms), list(steady.values())
-    ).half == pytest.approx(0, abs=1e-9)
+    steady = by_seed(new=(0.90, 0.50, 0.10), old=(0.80, 0.40, 0.00))
+    assert verdicts.answer(question(), list(steady.values())).half == pytest.approx(0, abs=1e-9)
 
 
 @pytest.mark.parametrize(
-    "expect, low, high, verdict",
+    "expect, margin, low, high, verdict",
     [
-        ("more", 2.1, 5.0, "held"),
-        ("more", 1.9, 5.0, "not answered"),
-        ("more", -3.0, 1.9, "smaller"),
-        ("more", -3.0, -0.1, "opposite"),
-        ("less", -5.0, -2.1, "held"),
-        ("less", -1.9, 3.0, "smaller"),
-        ("less", 0.1, 3.0, "opposite"),
-        ("same", -1.9, 1.9, "held"),
-        ("same", -1.9, 2.1, "not answered"),
-        ("same", 2.1, 3.0, "opposite"),
-        ("same", -3.0, -2.1, "opposite"),
+        ("more", 2.0, 2.1, 5.0, "held"),
+        ("more", 2.0, 1.9, 5.0, "not answered"),
+        ("more", 2.0, -3.0, 1.9, "smaller"),
+        ("more", 2.0, -3.0, -0.1, "opposite"),
+        ("less", 2.0, -5.0, -2.1, "held"),
+        ("less", 2.0, -1.9, 3.0, "smaller"),
+        ("less", 2.0, 0.1, 3.0, "opposite"),
+        ("same", 2.0, -1.9, 1.9, "held"),
+        ("same", 2.0, -1.9, 2.1, "not answered"),
+        ("same", 2.0, 2.1, 3.0, "opposite"),
+        ("same", 2.0, -3.0, -2.1, "opposite"),
+        # A claim that allows a loss is opposite beyond it alone.
+        ("more", -2.0, -1.5, -0.5, "held"),
+        ("more", -2.0, -3.0, -1.0, "not answered"),
+        ("more", -2.0, -5.8, -2.1, "opposite"),
     ],
 )
-def test_a_verdict_is_where_the_interval_lies_to_the_margin(modules, expect, low, high, verdict):
-    assert modules.study_verdicts.judge(expect, 2.0, low, high) == verdict
+def test_a_verdict_is_where_the_interval_lies_to_the_margin(expect, margin, low, high, verdict):
+    assert verdicts.judge(expect, margin, low, high) == verdict
 
 
-@pytest.mark.parametrize(
-    "margin, low, high, verdict",
-    [
-        (-2.0, -1.5, -0.5, "held"),
-        (-2.0, -3.0, -1.0, "not answered"),
-        (-2.0, -5.8, -2.1, "opposite"),
-    ],
-)
-def test_a_claim_that_allows_a_loss_is_opposite_beyond_it_alone(
-    modules, margin, low, high, verdict
-):
-    assert modules.study_verdicts.judge("more", margin, low, high) == verdict
-
-
-def test_all_questions_must_hold_and_one_may_be_opposite_or_too_small(modules):
-    all_hold = modules.study_verdicts.all_hold
+def test_all_questions_must_hold_and_one_may_be_opposite_or_too_small():
+    all_hold = verdicts.all_hold
     assert all_hold(["held", "held"]) == "held"
     assert all_hold(["held", "not answered"]) == "not answered"
     assert all_hold(["held", "not answered", "opposite"]) == "opposite"
@@ -144,28 +118,25 @@ def test_all_questions_must_hold_and_one_may_be_opposite_or_too_small(modules):
     assert all_hold(["smaller", "opposite"]) == "opposite"
 
 
-def test_a_run_in_no_state_to_answer_leaves_its_study_without_an_answer(modules):
-    terms = modules.study_terms
-    good = by_seed(terms, new=(0.90, 0.91, 0.92), old=(0.80, 0.81, 0.82))
-    assert modules.study_verdicts.outcome(study_of(terms), good).verdict == "held"
-    bad = by_seed(terms, new=(0.90, 0.91, 0.45), old=(0.80, 0.81, 0.35))
-    found = modules.study_verdicts.outcome(study_of(terms), bad)
+def test_a_run_in_no_state_to_answer_leaves_its_study_without_an_answer():
+    good = by_seed(new=(0.90, 0.91, 0.92), old=(0.80, 0.81, 0.82))
+    assert verdicts.outcome(study_of(), good).verdict == "held"
+    bad = by_seed(new=(0.90, 0.91, 0.45), old=(0.80, 0.81, 0.35))
+    found = verdicts.outcome(study_of(), bad)
     assert found.answers[0].verdict == "held" and found.verdict == "not answered"
     assert "learned" in found.failed_checks[0] and found.failed_checks[0].endswith("seed 2")
-    good[1]["old"] = run_of(terms, 0.4, 0.81, failed="NotFinite: step 2")
-    found = modules.study_verdicts.outcome(study_of(terms), good)
+    good[1]["old"] = run_of(0.4, 0.81, failed="NotFinite: step 2")
+    found = verdicts.outcome(study_of(), good)
     assert found.verdict == "not answered" and "[old] did, of seed 1" in found.failed_checks[0]
 
 
-def test_a_review_takes_a_verdict_away_and_changes_nothing_that_was_announced(modules):
-    terms = modules.study_terms
-    pages = modules.study_pages
-    plain = study_of(terms)
-    runs = by_seed(terms, new=(0.90, 0.91, 0.92), old=(0.80, 0.81, 0.82))
+def test_a_review_takes_a_verdict_away_and_changes_nothing_that_was_announced():
+    plain = study_of()
+    runs = by_seed(new=(0.90, 0.91, 0.92), old=(0.80, 0.81, 0.82))
     check = terms.Check("old has room", terms.Last("old", "eval/accuracy"), "below", 0.82)
     checked = replace(plain, review=terms.Review("All arms arrive.", checks=(check,)))
-    assert modules.study_verdicts.outcome(plain, runs).verdict == "held"
-    found = modules.study_verdicts.outcome(checked, runs)
+    assert verdicts.outcome(plain, runs).verdict == "held"
+    found = verdicts.outcome(checked, runs)
     assert found.verdict == "not answered"
     assert "old has room" in found.failed_checks[0] and "seed 2" in found.failed_checks[0]
     assert pages.announcement(checked) == pages.announcement(plain)
@@ -173,50 +144,45 @@ def test_a_review_takes_a_verdict_away_and_changes_nothing_that_was_announced(mo
     assert "**Found after the runs**: All arms arrive." in shown
     unread = terms.Check("far", terms.Last("old", "kl/generator"), "above", 0.02)
     unread = replace(plain, review=terms.Review("", checks=(unread,)))
-    assert modules.study_verdicts.outcome(unread, runs).verdict == "not answered"
+    assert verdicts.outcome(unread, runs).verdict == "not answered"
     assert "kl/generator" in unread.columns
 
 
-def test_a_question_that_was_thought_of_after_the_runs_is_not_answered_by_them(modules):
-    terms = modules.study_terms
-    pages = modules.study_pages
-    later = question(terms, name="what the paper says", margin=1.0)
-    study = study_of(terms, review=terms.Review("Another claim.", questions=(later,)))
-    runs = by_seed(terms, new=(0.90, 0.91, 0.92), old=(0.80, 0.81, 0.82))
-    found = modules.study_verdicts.outcome(study, runs)
+def test_a_question_that_was_thought_of_after_the_runs_is_not_answered_by_them():
+    later = question(name="what the paper says", margin=1.0)
+    study = study_of(review=terms.Review("Another claim.", questions=(later,)))
+    runs = by_seed(new=(0.90, 0.91, 0.92), old=(0.80, 0.81, 0.82))
+    found = verdicts.outcome(study, runs)
     assert [answer.verdict for answer in found.answers] == ["held", "held"]
     assert found.verdict == "not answered"
     assert pages.telling(study, found)[0] == later
 
 
-def test_nothing_is_said_before_all_announced_seeds_have_run(modules):
-    terms = modules.study_terms
-    runs = by_seed(terms, new=(0.90, 0.91), old=(0.80, 0.81))
-    assert modules.study_verdicts.outcome(study_of(terms), runs).verdict == "not tested yet"
-    runs[2] = {"new": run_of(terms, 0.4, 0.92)}
-    assert modules.study_verdicts.outcome(study_of(terms), runs).verdict == "not tested yet"
+def test_nothing_is_said_before_all_announced_seeds_have_run():
+    runs = by_seed(new=(0.90, 0.91), old=(0.80, 0.81))
+    assert verdicts.outcome(study_of(), runs).verdict == "not tested yet"
+    runs[2] = {"new": run_of(0.4, 0.92)}
+    assert verdicts.outcome(study_of(), runs).verdict == "not tested yet"
 
 
-def test_what_has_no_margin_or_no_verdict_is_refused(modules):
-    terms = modules.study_terms
+def test_what_has_no_margin_or_no_verdict_is_refused():
     with pytest.raises(ValueError, match="nothing is the same"):
-        question(terms, expect="same", margin=0)
+        question(expect="same", margin=0)
     with pytest.raises(ValueError, match="none of more, less, same"):
-        question(terms, expect="better")
+        question(expect="better")
     with pytest.raises(ValueError, match="no question decides"):
-        study_of(terms, questions=(question(terms, decides=False),))
+        study_of(questions=(question(decides=False),))
     with pytest.raises(ValueError, match="at least 2 seeds"):
-        study_of(terms, seeds=(0,))
+        study_of(seeds=(0,))
     with pytest.raises(ValueError, match="two arms have one name"):
-        study_of(terms, arms=(terms.Arm("new"), terms.Arm("new")))
+        study_of(arms=(terms.Arm("new"), terms.Arm("new")))
 
 
 # --- Values ---
 
 
-def test_values_are_read_off_looks(modules):
-    terms = modules.study_terms
-    runs = {"a": run_of(terms, 0.3, 0.5, None, 0.9, 0.7)}
+def test_values_are_read_off_looks():
+    runs = {"a": run_of(0.3, 0.5, None, 0.9, 0.7)}
     of = ("a", "eval/accuracy")
     assert terms.Last(*of)(runs) == 0.7 and terms.Last(*of, 2)(runs) == 0.8
     assert terms.Last(*of, 9)(runs) is None
@@ -238,7 +204,7 @@ def test_values_are_read_off_looks(modules):
     assert terms.After(*of, 1)(runs) == 0.5
     assert terms.After(*of, 2)(runs) is None and terms.After(*of, 9)(runs) is None
     # Where another arm is after a step: at 0.6 after two, between 0.5 and 0.9 of `a`'s own.
-    runs["b"] = run_of(terms, 0.3, 0.6)
+    runs["b"] = run_of(0.3, 0.6)
     as_b = terms.When("a", "eval/perplexity", "eval/accuracy", terms.After("b", of[1], 1))
     assert as_b(runs) == pytest.approx(1.15)
     assert "where its eval/accuracy first is the eval/accuracy of [b] after step 1" in as_b.said
@@ -252,8 +218,7 @@ def test_values_are_read_off_looks(modules):
     assert terms.When("a", "step", "eval/accuracy", 0.5, over=9)(runs) is None
 
 
-def test_a_family_is_read_between_its_members_at_the_value_of_another(modules):
-    terms = modules.study_terms
+def test_a_family_is_read_between_its_members_at_the_value_of_another():
     runs = {
         "low": terms.Run(({"step": 1, "x": 0.2, "y": 0.8},)),
         "high": terms.Run(({"step": 1, "x": 0.6, "y": 0.4},)),
@@ -300,66 +265,61 @@ class FakeMaker:
 NUM_RUNS = 6  # of two arms and three seeds
 
 
-def test_arms_take_turns_and_each_seed_begins_with_another(modules, tmp_path):
-    study = study_of(modules.study_terms)
+def test_arms_take_turns_and_each_seed_begins_with_another(tmp_path):
+    study = study_of()
     maker = FakeMaker()
-    assert modules.study_runs.make(study, tmp_path, {}, maker=maker)
+    assert runner.make(study, tmp_path, {}, maker=maker)
     assert maker.asked == [
         *((0, "new"), (0, "old")),
         *((1, "old"), (1, "new")),
         *((2, "new"), (2, "old")),
     ]
-    found = modules.study_runs.loaded(study, tmp_path)
+    found = runner.loaded(study, tmp_path)
     assert sorted(found) == [0, 1, 2]
     assert found[2]["new"].rows[-1] == {"step": 1, "eval/accuracy": 0.92, "time/wall_s": 2.5}
 
 
-def test_what_is_kept_is_not_made_again_and_what_was_stopped_goes_on_in_its_directory(
-    modules, tmp_path
-):
-    study = study_of(modules.study_terms)
-    runs = modules.study_runs
+def test_what_is_kept_is_not_made_again_and_what_was_stopped_goes_on_in_its_directory(tmp_path):
+    study = study_of()
     first = FakeMaker(stops_at=(1, "old"))
-    assert not runs.make(study, tmp_path, {}, maker=first)
+    assert not runner.make(study, tmp_path, {}, maker=first)
     assert first.asked == [(0, "new"), (0, "old"), (1, "old")]
-    stopped = runs.piece_of(study, study.arms[1], 1, tmp_path, {})
+    stopped = runner.piece_of(study, study.arms[1], 1, tmp_path, {})
     assert (stopped.run_dir / "checkpoint").read_text() == "half"
     assert "resume=auto" in stopped.words
     second = FakeMaker()
-    assert runs.make(study, tmp_path, {}, maker=second)
+    assert runner.make(study, tmp_path, {}, maker=second)
     assert second.asked == [(1, "old"), (1, "new"), (2, "new"), (2, "old")]
     assert not stopped.run_dir.exists()
 
 
-def test_a_run_that_fails_ends_the_study_and_one_that_diverges_is_a_result(modules, tmp_path):
-    study = study_of(modules.study_terms)
-    runs = modules.study_runs
+def test_a_run_that_fails_ends_the_study_and_one_that_diverges_is_a_result(tmp_path):
+    study = study_of()
     with pytest.raises(RuntimeError, match=r"\[old\] seed 0 failed"):
-        runs.make(study, tmp_path, {}, maker=FakeMaker(fails_at=(0, "old")))
-    assert runs.make(study, tmp_path, {}, maker=FakeMaker(diverges_at=(0, "old")))
-    found = runs.loaded(study, tmp_path)
+        runner.make(study, tmp_path, {}, maker=FakeMaker(fails_at=(0, "old")))
+    assert runner.make(study, tmp_path, {}, maker=FakeMaker(diverges_at=(0, "old")))
+    found = runner.loaded(study, tmp_path)
     assert found[0]["old"].failed == "NotFinite: step 1" and found[1]["old"].failed is None
-    assert modules.study_verdicts.outcome(study, found).verdict == "not answered"
+    assert verdicts.outcome(study, found).verdict == "not answered"
 
 
 # --- What was announced ---
 
 
-def test_no_run_is_made_unless_the_committed_page_announces_these_settings(modules, tmp_path):
-    terms = modules.study_terms
-    study = study_of(terms)
+def test_no_run_is_made_unless_the_committed_page_announces_these_settings(tmp_path):
+    study = study_of()
     maker = FakeMaker()
 
     def conduct(text, announced=study):
-        return modules.study.conduct(
+        return program.conduct(
             announced, runs=tmp_path / "runs", folder=tmp_path, given={}, text=text, maker=maker
         )
 
-    with pytest.raises(modules.study_pages.NotAnnounced, match="no page of it is committed"):
+    with pytest.raises(pages.NotAnnounced, match="no page of it is committed"):
         conduct(None)
-    modules.study.announce(study, tmp_path, "2026-11-24")
+    program.announce(study, tmp_path, "2026-11-24")
     text = (tmp_path / "example.md").read_text()
-    wider = replace(study, questions=(question(terms, margin=1.0),))
+    wider = replace(study, questions=(question(margin=1.0),))
     for changed in (
         wider,
         replace(study, seeds=(0, 1)),
@@ -367,7 +327,7 @@ def test_no_run_is_made_unless_the_committed_page_announces_these_settings(modul
         replace(study, common=("max_steps=3",)),
         replace(study, arms=(terms.Arm("new", ("lr=3",)), study.arms[1])),
     ):
-        with pytest.raises(modules.study_pages.NotAnnounced, match="something else"):
+        with pytest.raises(pages.NotAnnounced, match="something else"):
             conduct(text, changed)
     assert maker.asked == []
     assert conduct(text)
@@ -377,11 +337,9 @@ def test_no_run_is_made_unless_the_committed_page_announces_these_settings(modul
 # --- Pages ---
 
 
-def test_a_page_says_what_its_results_come_to(modules, tmp_path):
-    terms = modules.study_terms
-    pages = modules.study_pages
-    study = study_of(terms)
-    runs = by_seed(terms, new=(0.90, 0.91, 0.92), old=(0.80, 0.81, 0.82))
+def test_a_page_says_what_its_results_come_to(tmp_path):
+    study = study_of()
+    runs = by_seed(new=(0.90, 0.91, 0.92), old=(0.80, 0.81, 0.82))
     file = tmp_path / "example.json"
     pages.write_entry(file, pages.entry(study, runs, ABOUT))
     kept = pages.read_entry(study, tmp_path)
@@ -389,16 +347,15 @@ def test_a_page_says_what_its_results_come_to(modules, tmp_path):
     page = pages.page(study, kept)
     assert pages.announced_in(page) == pages.announcement(study)
     assert "## Held" in page and "+10.0 [+10.0, +10.0] points" in page
-    assert pages.headline(study, modules.study_verdicts.outcome(study, runs)).startswith(
+    assert pages.headline(study, verdicts.outcome(study, runs)).startswith(
         "New is better: held; +10"
     )
     pages.draw(study, kept, tmp_path / "example.png")
     assert (tmp_path / "example.png").stat().st_size > 1000
 
 
-def test_pages_announce_what_their_settings_say_and_tell_what_their_results_come_to(modules):
-    pages = modules.study_pages
-    for study in modules.studies.STUDIES.values():
+def test_pages_announce_what_their_settings_say_and_tell_what_their_results_come_to():
+    for study in studies.STUDIES.values():
         text = pages.page_file(study).read_text()
         kept = pages.read_entry(study)
         if not pages.results_file(study).exists():
@@ -407,27 +364,27 @@ def test_pages_announce_what_their_settings_say_and_tell_what_their_results_come
             assert text == pages.page(study, kept), study.name
 
 
-def test_the_table_of_claims_is_that_of_the_results(modules):
-    text = modules.claims.PAGE.read_text()
-    assert modules.claims.refreshed(text) == text
+def test_the_table_of_claims_is_that_of_the_results():
+    text = claims.PAGE.read_text()
+    assert claims.refreshed(text) == text
     with pytest.raises(ValueError, match="needs one"):
-        modules.claims.refreshed("no table")
+        claims.refreshed("no table")
 
 
-def test_every_page_of_a_claim_exists(modules):
-    rows = list(modules.claims.claims())
+def test_every_page_of_a_claim_exists():
+    rows = list(claims.claims())
     assert not [row.page.name for row in rows if not row.page.exists()]
     names = [row.claim for row in rows]
     assert len(set(names)) == len(names)
 
 
 @pytest.mark.slow
-def test_every_arm_is_a_job_that_the_config_accepts(modules, tmp_path):
-    for study in modules.studies.STUDIES.values():
+def test_every_arm_is_a_job_that_the_config_accepts(tmp_path):
+    for study in studies.STUDIES.values():
         for arm in study.arms:
             if arm.made_by is not None or study.given:
                 continue
-            words = [*modules.study_runs.words_of(study, arm, 0), *modules.study_runs.ALWAYS]
+            words = [*runner.words_of(study, arm, 0), *runner.ALWAYS]
             words.append(f"run_dir={tmp_path}")
             if study.recipe == "red_team.py":
                 compose_config(words, RED_TEAM)
