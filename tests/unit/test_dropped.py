@@ -68,33 +68,33 @@ def still(**changes):
     return list(accounts.values())
 
 
-def named(accounts, **changes):
-    executors = row(**changes)
-    return who_dropped(accounts, executors, executors[-1])
+def named(accounts, executors=None, **options):
+    executors = executors or row()
+    return who_dropped(accounts, executors, executors[-1], **options)
 
 
-def test_a_filter_that_keeps_completions_is_named_and_not_the_reward_that_lacks_them():
-    assert named(still()) == "filter on rank 1 took 8 Completion records and sent on 7"
+SENT_ALL = {"sent": {"Completion": 8}}
+LOST = {"waits_for": None, "taken": {"Completion": 8}, "sent": {"Group": 0}}
+LEFT = {"taken": {}, "sent": {}, "untaken": {"Completion": 8}}
+OTHER = account("filter", rank=2, taken={"Completion": 3}, sent={"Completion": 3})
 
 
-def test_records_of_one_executor_are_added_over_its_ranks():
-    other = account("filter", rank=2, taken={"Completion": 3}, sent={"Completion": 3})
-    assert (
-        named([*still(), other])
-        == "filter on ranks [1, 2] took 11 Completion records and sent on 10"
-    )
-
-
-def test_an_executor_that_changes_records_and_sends_none_is_named():
-    sends_all = {"sent": {"Completion": 8}}
-    keeps = {"waits_for": None, "taken": {"Completion": 8}, "sent": {"Group": 0}}
-    accounts = still(filter=sends_all, reward=keeps)
-    assert named(accounts) == "reward on rank 0 took 8 records and sent no Group"
-
-
-def test_a_step_that_takes_nothing_is_named_with_what_waits_for_it():
-    accounts = still(filter={"taken": {}, "sent": {}, "untaken": {"Completion": 8}})
-    assert named(accounts) == "filter on rank 1 leaves 8 Completion records"
+@pytest.mark.parametrize(
+    "accounts, said",
+    [
+        # It is not the reward, which lacks them.
+        (still(), "filter on rank 1 took 8 Completion records and sent on 7"),
+        (
+            [*still(), OTHER],
+            "filter on ranks [1, 2] took 11 Completion records and sent on 10",
+        ),
+        (still(filter=SENT_ALL, reward=LOST), "reward on rank 0 took 8 records and sent no Group"),
+        (still(filter=LEFT), "filter on rank 1 leaves 8 Completion records"),
+    ],
+    ids=["keeps some", "on two ranks", "sends nothing else", "takes nothing"],
+)
+def test_an_executor_is_named_that(accounts, said):
+    assert named(accounts) == said
 
 
 INNOCENT = {
@@ -104,7 +104,7 @@ INNOCENT = {
     "newer weights are on their way": {"generator": {"version": 3}},
     "it says that it still works": {"filter": {"waits_for": "judge: an answer"}},
     "it says what it lacks": {"filter": {"waits_for": "data: a whole batch"}},
-    "all was sent on": {"filter": {"sent": {"Completion": 8}}},
+    "all was sent on": {"filter": SENT_ALL},
 }
 
 
@@ -119,22 +119,20 @@ def test_an_executor_is_not_named_for_looks_at_what_is_still_sampled():
     executors[0].offers = (Stretch,)
     reference = Station("reference", (Group, Stretch), (Group,))
     executors.insert(3, reference)
-    lost = {"waits_for": None, "taken": {"Completion": 8}, "sent": {"Group": 0}}
-    accounts = still(filter={"sent": {"Completion": 8}}, reward=lost)
+    accounts = still(filter=SENT_ALL, reward=LOST)
     accounts.append(account("reference", taken={"Stretch": 20, "Group": 0}, sent={"Group": 0}))
-    said = who_dropped(accounts, executors, executors[-1])
-    assert said == "reward on rank 0 took 8 records and sent no Group"
+    assert named(accounts, executors) == "reward on rank 0 took 8 records and sent no Group"
 
 
 def test_copies_on_several_ranks_are_not_compared_with_what_was_sent():
-    assert named(still(), takes_all=True) is None
+    assert named(still(), row(takes_all=True)) is None
 
 
 def test_counts_are_kept_for_the_newest_tickets(monkeypatch):
     monkeypatch.setattr("llamarl.comm.channel.COUNTED_TICKETS", 2)
     counts = RecordCounts()
     for ticket in (1, 1, 2, 3):
-        counts.add(_Of(ticket))
+        counts.add(SimpleNamespace(ticket=ticket))
     counts.add(object())  # of no ticket
     assert [counts.of(ticket) for ticket in (1, 2, 3)] == [0, 1, 1]
 
@@ -168,26 +166,28 @@ class FakeControl:
         self.answers = [(0, {"subject": subject, "accounts": said})]
 
 
-@pytest.mark.parametrize("then", ["the same", "others have moved", "another count"])
-def test_an_executor_is_named_only_if_two_questions_agree(then):
+@pytest.mark.parametrize(
+    "second, num_questions, is_named",
+    [
+        (still(), 2, True),
+        (still(generator={"idle_s": 0.0}), 2, False),
+        (still(filter={"sent": {"Completion": 6}}), 3, False),
+    ],
+    ids=["the same", "others have moved", "another count"],
+)
+def test_an_executor_is_named_only_if_two_questions_agree(second, num_questions, is_named):
     """Ranks answer one question at different moments."""
     control = FakeControl()
     executors = row()
     search = DroppedRecords(executors, [], control, num_ranks=1)
     clocks = {"trainer": SimpleNamespace(idle_since=float("-inf"), reason="data: groups")}
-    second = {
-        "the same": still(),
-        "others have moved": still(generator={"idle_s": 0.0}),
-        "another count": still(filter={"sent": {"Completion": 6}}),
-    }
     search.look(clocks, lambda: [7])
-    for accounts in (still(), second[then]):
+    for accounts in (still(), second):
         assert not control.lost
         control.answer(accounts)
         search.look(clocks, lambda: [7])
-    assert len(control.lost) == (then == "the same")
-    num_questions = {"the same": 2, "others have moved": 2, "another count": 3}
-    assert control.posted == [("held?", 7)] * num_questions[then]
+    assert len(control.lost) == is_named
+    assert control.posted == [("held?", 7)] * num_questions
 
 
 def test_an_executor_that_keeps_answers_of_an_evaluation_is_named():
@@ -215,8 +215,7 @@ def test_answers_of_an_evaluation_become_no_records_that_are_counted():
         filter={"taken": {}, "sent": {}},
         reward={"waits_for": None, "taken": {"EvalCompletion": 8}, "sent": {}},
     )
-    executors = row()
-    assert who_dropped(accounts, executors, executors[-1], becomes_others=False) is None
+    assert named(accounts, becomes_others=False) is None
 
 
 def test_records_of_an_evaluation_are_counted_by_its_version():
@@ -225,8 +224,3 @@ def test_records_of_an_evaluation_are_counted_by_its_version():
     counts = RecordCounts()
     counts.add(answer)
     assert (counts.of(evaluation_of(3)), counts.of(evaluation_of(4)), counts.of(3)) == (1, 0, 0)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Of:
-    ticket: int
