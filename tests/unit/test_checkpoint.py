@@ -245,20 +245,6 @@ def test_files_that_the_leader_does_not_see_are_an_error_that_says_what_to_share
 # --- kill at every point ---
 
 
-@pytest.mark.parametrize("point", [0, 4])
-def test_a_kill_between_two_parts_leaves_the_one_before_and_no_rubbish_after_a_restart(
-    tmp_path, point
-):
-    save(*checkpointers(tmp_path), 20)
-    writing = write(*checkpointers(tmp_path), 40)
-    for _ in range(point + 1):
-        next(writing)
-    assert find("auto", tmp_path).name == "step_20"
-    leader, other = checkpointers(tmp_path)  # the restarted run
-    assert names_in(leader) == {"step_20", "latest"}
-    assert save(leader, other, 40) == find("auto", tmp_path)
-
-
 class Killed(BaseException):
     pass
 

@@ -103,24 +103,16 @@ def test_other_turns_are_other_data(tokenizer, tmp_path):
         ([ASKED, {"role": "tool", "content": "1"}, AGAIN], '"prompt", message 2 is a tool\'s'),
         ([ASKED, SYSTEM, AGAIN], '"prompt", message 2 is a system turn'),
         ([{"role": "human", "content": "1"}], "\"prompt\", message 1 has role 'human'"),
-        (
-            [ASKED, SAID, {"role": "user", "content": ""}],
-            "message 3: the user's last turn is empty",
-        ),
-        (
-            [{"role": "user", "content": [{"type": "text", "text": "1"}]}],
-            '"prompt", message 1: need',
-        ),
+        ([ASKED, SAID, {**ASKED, "content": ""}], "message 3: the user's last turn is empty"),
+        ([{**ASKED, "content": [{"type": "text", "text": "1"}]}], '"prompt", message 1: need'),
         ([SAID, ASKED], "the chat template refuses it: an assistant begins"),
-        ([{"role": "user", "content": " \n"}], '"prompt" has no text in any message'),
+        ([{**ASKED, "content": " \n"}], '"prompt" has no text in any message'),
     ],
 )
 def test_a_bad_conversation_is_named_by_file_and_line(tokenizer, tmp_path, prompt, what):
-    rows = [{"prompt": "1+1", "answer": "2"}, {"prompt": prompt, "answer": "4"}]
-    file = write(tmp_path / "rows.jsonl", *rows)
     with pytest.raises(ValueError) as refused:
-        build_task("jsonl", tokenizer, path=file, eval_path=file)
-    assert f"{file}:2: " in str(refused.value) and what in str(refused.value)
+        task_of(tmp_path, tokenizer, "1+1", prompt)
+    assert "rows.jsonl:2: " in str(refused.value) and what in str(refused.value)
 
 
 def test_a_row_has_no_place_of_its_own_for_the_turns(tokenizer, tmp_path):
@@ -129,9 +121,7 @@ def test_a_row_has_no_place_of_its_own_for_the_turns(tokenizer, tmp_path):
     with pytest.raises(ValueError, match='jsonl:1: the key "prompt_messages" is where a reward'):
         build_task("jsonl", tokenizer, path=file, eval_path=file)
     # Where it is the prompt itself there is no other.
-    task = build_task(
-        "jsonl", tokenizer, path=file, eval_path=file, prompt_key=MESSAGES_KEY, answer_key="answer"
-    )
+    task = build_task("jsonl", tokenizer, path=file, eval_path=file, prompt_key=MESSAGES_KEY)
     assert task.train_prompt(0).reward_meta[MESSAGES_KEY] == [ASKED]
 
 
@@ -204,16 +194,8 @@ def test_preference_rows_of_conversations_are_prompts_of_the_main_job(tokenizer,
     task = build_task("jsonl", tokenizer, path=file, eval_path=file, answer_key=None)
     for number, prompt in enumerate(made):
         assert torch.equal(task.train_prompt(number).prompt_ids, prompt.prompt_ids)
-    read = SimpleNamespace(
-        path=str(file),
-        eval_path=None,
-        chat=True,
-        system_prompt=None,
-        max_tokens=99,
-        num_eval=0,
-        drop_long=False,
-    )
+    chat = {"chat": True, "system_prompt": None, "max_tokens": 99}
+    read = SimpleNamespace(path=str(file), eval_path=None, num_eval=0, drop_long=False, **chat)
     data = read_preference_data(read, tokenizer)
-    assert [row.prompt_ids.tolist() for row in data.train] == [
-        prompt.prompt_ids.tolist() for prompt in made
-    ]
+    wanted = [prompt.prompt_ids.tolist() for prompt in made]
+    assert [row.prompt_ids.tolist() for row in data.train] == wanted

@@ -21,6 +21,13 @@ def draft_of(tmp_path):
         draft.close()
 
 
+def closed(draft, notes):
+    """The draft of another process, which has added a line."""
+    draft.add("one\n", notes)
+    draft.close()
+    return draft
+
+
 def test_a_whole_file_takes_its_place_alone(draft_of):
     draft = draft_of()
     assert draft.notes == {}
@@ -34,9 +41,7 @@ def test_a_whole_file_takes_its_place_alone(draft_of):
 
 
 def test_half_a_piece_is_dropped(draft_of):
-    first = draft_of()
-    first.add("one\n", {"lines": 1})
-    first.close()
+    first = closed(draft_of(), {"lines": 1})
     part = first.file.with_name("file.part")
     with part.open("a") as stream:
         stream.write("two, but not who")  # killed here
@@ -49,9 +54,7 @@ def test_half_a_piece_is_dropped(draft_of):
 
 
 def test_a_new_draft_forgets_the_old_one(draft_of):
-    first = draft_of()
-    first.add("one\n", {"lines": 1})
-    first.close()
+    closed(draft_of(), {"lines": 1})
     second = draft_of(anew=True, about={"what": 2})
     assert second.notes == {} and second.about == {"what": 2}
     second.add("other\n", {})
@@ -69,21 +72,18 @@ def test_two_processes_do_not_write_one_file(draft_of):
         draft_of()
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"bytes": 4}'])
-def test_damaged_progress_is_named(draft_of, text):
-    first = draft_of()
-    first.add("one\n", {})
-    first.close()
-    first.file.with_name("file.progress").write_text(text)
-    with pytest.raises(RunDirectoryError, match="file.progress is damaged"):
+@pytest.mark.parametrize(
+    "name, text, said",
+    [
+        ("file.progress", "{", "file.progress is damaged"),
+        ("file.progress", "[]", "file.progress is damaged"),
+        ("file.progress", '{"bytes": 4}', "file.progress is damaged"),
+        ("file.part", "on", "shorter than file.progress says"),
+    ],
+)
+def test_damage_is_named(draft_of, name, text, said):
+    first = closed(draft_of(), {})
+    first.file.with_name(name).write_text(text)
+    with pytest.raises(RunDirectoryError, match=said):
         draft_of()
     draft_of(anew=True)
-
-
-def test_a_part_that_lost_lines_is_named(draft_of):
-    first = draft_of()
-    first.add("one\n", {})
-    first.close()
-    first.file.with_name("file.part").write_text("on")
-    with pytest.raises(RunDirectoryError, match="shorter than file.progress says"):
-        draft_of()
