@@ -36,7 +36,8 @@ from llamarl.learning.replay import (
 )
 from llamarl.learning.step_metrics import lag_histogram
 from tests.build.group import build_group
-from tests.launching import SMALL, ForkedJob
+from tests.build.job import finished_job
+from tests.launching import SMALL
 from tests.unit.replaying import ALONE, draw, group, names_of
 
 NAN = float("nan")
@@ -161,10 +162,8 @@ def test_what_is_drawn_is_what_a_naive_buffer_could_give(
         assert told["buffer/hidden"] == sum(len(g.rewards) for _, g in naive.hidden)
         asked = Counter(int(g.prompt_ids[1]) for g in got)
         recent_prompts = {p for p, names in drawable.items() if any(names.values())}
-        if m == 0 and got:
-            assert max(asked.values()) - min(asked[p] for p in drawable) <= 1, (
-                "each prompt before any twice"
-            )
+        if m == 0 and got:  # each prompt before any twice
+            assert max(asked.values()) - min(asked[p] for p in drawable) <= 1
         drawn = []
         for g in got:
             names = drawable[int(g.prompt_ids[1])]
@@ -177,18 +176,14 @@ def test_what_is_drawn_is_what_a_naive_buffer_could_give(
             if m != 0.5 and len(pool) >= k:
                 assert len(set(chosen)) == k, "with replacement only where there are too few"
             by_ticket = {x.ticket: x for _, _, x in reversed(naive.held)}
-            expected = [by_ticket[c // 100] for c in chosen]
-            assert g.rewards.tolist() == [
-                x.rewards[c % 100].item() for x, c in zip(expected, chosen)
-            ]
+            rewards, versions = [], []
+            for c, n in zip(chosen, g.lengths.tolist()):
+                rewards.append(by_ticket[c // 100].rewards[c % 100].item())
+                versions += [int(by_ticket[c // 100].policy_versions[0])] * n
+            assert (g.rewards.tolist(), g.policy_versions.tolist()) == (rewards, versions)
             assert g.generator_logprobs.tolist() == (-g.token_ids.float()).tolist()
             assert g.ref_logprobs.tolist() == (g.token_ids.float() / 2).tolist()
-            versions = []
-            for x, n in zip(expected, g.lengths.tolist()):
-                versions += [int(x.policy_versions[0])] * n
-            assert g.policy_versions.tolist() == versions and g.ticket == max(
-                c // 100 for c in chosen
-            )
+            assert g.ticket == max(c // 100 for c in chosen)
         assert told["buffer/duplicates"] == len(drawn) - len(set(drawn))
         flat = {}
         for names in drawable.values():
@@ -218,83 +213,72 @@ def chi_square(counts, probabilities):
     """
     n, expected = sum(counts.values()), {x: p for x, p in probabilities.items() if p > 0}
     assert set(counts) <= set(expected) and min(expected.values()) * n > 5
-    statistic, df = (
-        sum((counts[x] - n * p) ** 2 / (n * p) for x, p in expected.items()),
-        len(expected) - 1,
-    )
+    statistic = sum((counts[x] - n * p) ** 2 / (n * p) for x, p in expected.items())
+    df = len(expected) - 1
     return ((statistic / df) ** (1 / 3) - (1 - 2 / (9 * df))) / math.sqrt(2 / (9 * df))
 
 
-def many(n, rewards, prompts, newest, how):
-    """Rows drawn at n steps. Those of one prompt are independent, those of several are not: then
-    only one a step.
+def is_drawn(probabilities, n, rewards, prompts, newest, how, *, by=lambda row: row[0]):
+    """Whether rows drawn at n steps have these probabilities. Those of one prompt are independent,
+    those of several are not: then only one a step.
     """
     columns = torch.tensor(rewards), torch.tensor(prompts), torch.tensor(newest)
     rows = []
     for step in range(n):
         nobody = torch.zeros(max(prompts) + 1, dtype=torch.bool)
         rows += draw_completions(*columns, nobody, how, rng_of(0, step, 0)).tolist()
-    return rows
+    return chi_square(Counter(map(by, rows)), probabilities) < QUANTILE
+
+
+def thirds():
+    return dict.fromkeys(range(3), 1 / 3)
 
 
 def test_softmax_priority_draws_in_proportion_to_the_exponential_of_the_reward():
     temperature = 0.5
     rewards = [0.0, 1.0, -0.5, 2.0, 1.0]
-    rows = many(8, rewards, [0] * 5, [False] * 5, draw(500, 1, 0.0, "softmax", temperature))
     weights = [math.exp(r / temperature) for r in rewards]
-    assert (
-        chi_square(
-            Counter(r[0] for r in rows), {i: w / sum(weights) for i, w in enumerate(weights)}
-        )
-        < QUANTILE
-    )
+    want = {i: w / sum(weights) for i, w in enumerate(weights)}
+    how = draw(500, 1, 0.0, "softmax", temperature)
+    assert is_drawn(want, 8, rewards, [0] * 5, [False] * 5, how)
 
 
-def test_uniform_priority_looks_at_no_reward():
-    rows = many(8, [0.0, 9.0, -9.0], [0] * 3, [False] * 3, draw(500, 1, 0.0, "uniform", 0.1))
-    assert chi_square(Counter(r[0] for r in rows), dict.fromkeys(range(3), 1 / 3)) < QUANTILE
+def test_uniform_priority_and_the_most_on_policy_ones_look_at_no_reward():
+    how = draw(500, 1, 0.0, "uniform", 0.1)
+    assert is_drawn(thirds(), 8, [0.0, 9.0, -9.0], [0] * 3, [False] * 3, how)
+    how, newest = draw(500, 1, 1.0, "softmax"), [True, True, True, False]
+    assert is_drawn(thirds(), 8, [0.0, 3.0, 1.0, 5.0], [0] * 4, newest, how)
 
 
 def test_without_replacement_it_is_one_after_the_other():
     """p(i, then j) = p_i * p_j / (1 - p_i)."""
-    weights = [math.exp(r) for r in (0.0, 1.0, 1.5, -0.5)]
+    rewards = [0.0, 1.0, 1.5, -0.5]
+    weights = [math.exp(r) for r in rewards]
     p = [w / sum(weights) for w in weights]
-    rows = many(8, [0.0, 1.0, 1.5, -0.5], [0] * 4, [True] * 4, draw(750, 2, 0.0))
     pairs = {(i, j): p[i] * p[j] / (1 - p[i]) for i, j in permutations(range(4), 2)}
-    assert chi_square(Counter(map(tuple, rows)), pairs) < QUANTILE
+    assert is_drawn(pairs, 8, rewards, [0] * 4, [True] * 4, draw(750, 2, 0.0), by=tuple)
 
 
 def test_with_replacement_where_there_are_too_few_draws_are_independent():
     p = [1 / (1 + math.e), math.e / (1 + math.e)]
-    rows = many(8, [0.0, 1.0], [0, 0], [True] * 2, draw(400, 3, 0.0))
     triples = {(a, b, c): p[a] * p[b] * p[c] for a, b, c in product((0, 1), repeat=3)}
-    assert chi_square(Counter(map(tuple, rows)), triples) < QUANTILE
+    assert is_drawn(triples, 8, [0.0, 1.0], [0, 0], [True] * 2, draw(400, 3, 0.0), by=tuple)
 
 
 def test_the_most_on_policy_probability_and_what_it_leads_to():
     """Prompt 0 has an old and a new completion, 1 an old one, 2 a new one; K = 1, uniform."""
     m = 0.25
-    rows = many(3000, [0.0] * 4, [0, 0, 1, 2], [False, True, False, True], draw(1, 1, m, "uniform"))
-    old0 = (1 - m) / 6
-    new0 = m / 2 + (1 - m) / 6
-    old1 = (1 - m) / 3
-    new2 = m / 2 + (1 - m) / 3
-    assert chi_square(Counter(r[0] for r in rows), {0: old0, 1: new0, 2: old1, 3: new2}) < QUANTILE
-
-
-def test_the_most_on_policy_ones_are_equally_likely_whatever_their_rewards():
-    rows = many(
-        8, [0.0, 3.0, 1.0, 5.0], [0] * 4, [True, True, True, False], draw(500, 1, 1.0, "softmax")
-    )
-    assert chi_square(Counter(r[0] for r in rows), dict.fromkeys(range(3), 1 / 3)) < QUANTILE
+    each = (1 - m) / 3
+    want = {0: each / 2, 1: m / 2 + each / 2, 2: each, 3: m / 2 + each}
+    how = draw(1, 1, m, "uniform")
+    assert is_drawn(want, 2000, [0.0] * 4, [0, 0, 1, 2], [False, True, False, True], how)
 
 
 def test_prompts_are_equally_likely_whatever_they_hold():
     prompts = [0] * 5 + [1] + [2] * 2
-    rows = many(2000, [0.0] * 8, prompts, [False] * 8, draw(2, 1, 0.0, "softmax"))
-    assert (
-        chi_square(Counter(prompts[r[0]] for r in rows), dict.fromkeys(range(3), 1 / 3)) < QUANTILE
-    )
+    how = draw(2, 1, 0.0, "softmax")
+    of_prompt = lambda row: prompts[row[0]]  # noqa: E731
+    assert is_drawn(thirds(), 1000, [0.0] * 8, prompts, [False] * 8, how, by=of_prompt)
 
 
 def test_a_draw_is_a_function_of_seed_step_and_rank():
@@ -384,13 +368,8 @@ def test_recency_and_reward_do_not_draw_the_same_prompt_in_a_step_while_there_ar
 
 def test_what_must_not_be_trained_on_is_never_drawn_and_takes_its_place():
     ours = buffer_of(prompts=1, completions=1, max_size=6)
-    bad = group(
-        0,
-        rewards=(NAN, 1.0, 1.0, 1.0),
-        reasons=("stop", "aborted", "stop", "stop"),
-        lengths=[1, 2, 0, 1],
-    )
-    ours.put([bad])
+    reasons = ("stop", "aborted", "stop", "stop")
+    ours.put([group(0, rewards=(NAN, 1.0, 1.0, 1.0), reasons=reasons, lengths=[1, 2, 0, 1])])
     drawn = set()
     for step in range(20):
         for g in ours.take([0] if step == 0 else [], step):
@@ -398,9 +377,7 @@ def test_what_must_not_be_trained_on_is_never_drawn_and_takes_its_place():
     assert drawn == {3}
     ours.put([group(1), group(2)])
     ours.take([1, 2], 20)
-    assert ours.metrics(ALONE)["buffer/size"] == 4, (
-        "four of the first group and four of the others are more than six"
-    )
+    assert ours.metrics(ALONE)["buffer/size"] == 4, "the first four and other four are over six"
 
 
 def test_metrics_by_hand():
@@ -425,37 +402,19 @@ def test_metrics_by_hand():
 
 def test_lags_of_tokens_are_counted_once_each():
     lags = torch.tensor([0, 0, 1, 2, 3, 4, 8, 15, 40, 64, 1000])
-    counts = {name: int(n) for name, n in lag_histogram(lags).items()}
-    assert counts == {
-        "lag/tokens/0": 2,
-        "lag/tokens/1": 1,
-        "lag/tokens/2-3": 2,
-        "lag/tokens/4-7": 1,
-        "lag/tokens/8-15": 2,
-        "lag/tokens/16-31": 0,
-        "lag/tokens/32-63": 1,
-        "lag/tokens/64+": 2,
-    }
+    ranges = ("0", "1", "2-3", "4-7", "8-15", "16-31", "32-63", "64+")
+    counts = {name.removeprefix("lag/tokens/"): int(n) for name, n in lag_histogram(lags).items()}
+    assert counts == dict(zip(ranges, (2, 1, 2, 1, 2, 0, 1, 2)))
     assert not any(lag_histogram(lags[:0]).values())
 
 
-@pytest.mark.parametrize(
-    "k, max_lag, max_size, batch, size",
-    [(1, 2, 30, 2, 4), (4, 3, 9, 1, 3)],
-)
+@pytest.mark.parametrize("k, max_lag, max_size, batch, size", [(1, 2, 30, 2, 4), (4, 3, 9, 1, 3)])
 def test_the_bound_on_lag_holds_and_is_reached(k, max_lag, max_size, batch, size, caplog):
     """Each step brings a batch that was sampled max_lag steps before."""
-    bound = lag_bound(
-        max_lag=max_lag,
-        completions_per_step=batch * size,
-        group_size=size,
-        sync_period=k,
-        max_size=max_size,
-    )
-    bounds = {"max_lag": max_lag, "most_lag": bound}
-    ours = buffer_of(
-        sync_period=k, max_size=max_size, prompts=1, completions=1, priority="uniform", **bounds
-    )
+    held = {"sync_period": k, "max_size": max_size}
+    bound = lag_bound(max_lag=max_lag, completions_per_step=batch * size, group_size=size, **held)
+    drawn = {"prompts": 1, "completions": 1, "priority": "uniform"}
+    ours = buffer_of(**held, **drawn, max_lag=max_lag, most_lag=bound)
     worst = 0
     for step in range(80):
         tickets = list(range(step * batch, (step + 1) * batch))
@@ -485,26 +444,22 @@ def test_a_resumed_buffer_draws_what_the_other_would_have():
     stored = json.loads(json.dumps(ours.state_dict()["passed"]))
     assert stored, "some prompts wait for the others"
     resumed.load([{**ours.state_dict(), "passed": stored}], {1000, 1002}, lambda ticket: True)
-    assert resumed.tickets() == [1000, 1002], (
-        "1001 starts again: the ledger does not count it as finished"
-    )
+    # 1001 starts again: the ledger does not count it as finished.
+    assert resumed.tickets() == [1000, 1002]
     ours.take([1001], 8), resumed.take([], 8)
     for buffer in (ours, resumed):  # what came after the last sync step differs
         buffer._held = [held for held in buffer._held if held.joined <= 8]
-    for step in (9, 10, 12):
-        handed = [1000, 1002] if step == 9 else []
-        got = []
-        for buffer in (ours, resumed):
-            got.append([names_of(g) for g in buffer.take(handed, step)])
-        assert got[0] == got[1]
+    for step, handed in ((9, [1000, 1002]), (10, []), (12, [])):
+        mine, other = (buffer.take(handed, step) for buffer in (ours, resumed))
+        assert [names_of(g) for g in mine] == [names_of(g) for g in other]
         assert ours.metrics(ALONE) == resumed.metrics(ALONE)
 
 
 def test_two_ranks_go_on_as_one_that_holds_what_both_held():
-    parts = [
-        fill(buffer_of(max_size=1000, rank=dp_rank), 5, dp_ranks=2, dp_rank=dp_rank).state_dict()
-        for dp_rank in (0, 1)
-    ]
+    parts = []
+    for dp_rank in (0, 1):
+        made = fill(buffer_of(rank=dp_rank), 5, dp_ranks=2, dp_rank=dp_rank)
+        parts.append(made.state_dict())
     whole, one = fill(buffer_of(), 5), buffer_of()
     one.load(parts, {1000, 1001, 1002}, lambda ticket: True)
     assert one.tickets() == whole.tickets()
@@ -519,35 +474,32 @@ def test_two_ranks_go_on_as_one_that_holds_what_both_held():
 def test_on_another_number_of_ranks_what_newer_groups_do_not_push_out_leaves_at_the_bound(
     caplog,
 ):
-    L, SIZE = 0, 2
-    one = lag_bound(
-        max_lag=L, completions_per_step=2 * SIZE, group_size=SIZE, sync_period=1, max_size=4 * SIZE
-    )
-    two = lag_bound(
-        max_lag=L, completions_per_step=SIZE, group_size=SIZE, sync_period=1, max_size=2 * SIZE
-    )
-    assert one == two == 1
-    fresh = lambda ticket, version: group(ticket, rewards=(0.0, 1.0), version=version)  # noqa: E731
-    whole = buffer_of(max_size=4 * SIZE, max_lag=L, most_lag=one)
+    def two_of(ticket, version):
+        return group(ticket, rewards=(0.0, 1.0), version=version)
+
+    def made(num_ranks):
+        sizes = {"sync_period": 1, "max_size": 8 // num_ranks}
+        most = lag_bound(max_lag=0, completions_per_step=4 // num_ranks, group_size=2, **sizes)
+        assert most == 1
+        return buffer_of(**sizes, max_lag=0, most_lag=most)
+
+    whole, odd = made(1), made(2)
     for step, tickets in enumerate([[0, 1], [2, 4]]):
-        whole.put([fresh(t, step) for t in tickets])
+        whole.put([two_of(t, step) for t in tickets])
         whole.take(tickets, step)
-    odd = buffer_of(max_size=2 * SIZE, max_lag=L, most_lag=two)
     odd.load([whole.state_dict()], set(), lambda ticket: ticket % 2 == 1)
     assert [g.ticket for g in odd.stored()] == [1] and not caplog.records
-    odd.put([fresh(3, 2)])
+    odd.put([two_of(3, 2)])
     drawn = odd.take([3], 2)
-    versions = chain.from_iterable(g.policy_versions.tolist() for g in drawn)
-    assert set(versions) == {2}
+    assert set(chain.from_iterable(g.policy_versions.tolist() for g in drawn)) == {2}
     assert [g.ticket for g in odd.stored()] == [3]
     (record,) = caplog.records
     assert record.getMessage().startswith(
         "step 2: 1 of 2 groups left the replay buffer for tokens of more than 1 steps ago"
     )
     odd.untake(drawn)
-    assert sorted(g.ticket for g in odd.stored()) == [1, 3], (
-        "a step that is given up changes nothing"
-    )
+    held = sorted(g.ticket for g in odd.stored())
+    assert held == [1, 3], "a step that is given up changes nothing"
 
 
 def test_wrong_use_is_refused():
@@ -637,12 +589,9 @@ def test_good_completions_are_counted_once_however_often_they_come_and_leave():
     again.load([buffer.state_dict()], set(), lambda ticket: True)
     again.take([], 3)
     assert again.metrics(ALONE)["buffer/distinct_good"] == 3
-    assert "buffer/distinct_good" not in made_metrics(buffer_of())
-
-
-def made_metrics(buffer):
-    buffer.take([], 0)
-    return buffer.metrics(ALONE)
+    without = buffer_of()
+    without.take([], 0)
+    assert "buffer/distinct_good" not in without.metrics(ALONE)
 
 
 def test_what_two_ranks_both_find_counts_once_and_outlives_their_number():
@@ -729,33 +678,20 @@ class Together:
         return ranks
 
 
-def shared(ranks, make=SharedReplayBuffer, completions=3, **options):
+def shared(ranks, make=SharedReplayBuffer, **options):
     """The buffers of so many ranks."""
     together = Together(ranks)
     made = []
     for rank in range(ranks):
-        buffer = make(
-            draw=draw(prompts=4, completions=completions),
-            sync_period=2,
-            max_size=20,
-            seed=5,
-            rank=rank,
-            num_ranks=ranks,
-            **options,
-        )
+        buffer = alone(make, rank=rank, num_ranks=ranks, **options)
         buffer.attach(together.of(rank))
         made.append(buffer)
     return made
 
 
-def alone(completions=3, **options):
-    made = ReplayBuffer(
-        draw=draw(prompts=4, completions=completions),
-        sync_period=2,
-        max_size=20,
-        seed=5,
-        **options,
-    )
+def alone(make=ReplayBuffer, *, completions=3, **options):
+    how = draw(prompts=4, completions=completions)
+    made = make(draw=how, sync_period=2, max_size=20, seed=5, **options)
     made.attach(ALONE)
     return made
 
@@ -881,14 +817,10 @@ SPLIT = ("buffer.draw=split", "groups_per_step=3", "loss=tb", "reference=frozen"
 def test_trainer_ranks_of_a_run_draw_what_one_draws(tmp_path, own, ranks, topology):
     """The same completions as in a run of one trainer rank, until the weights round otherwise."""
     drawn = (*SMALL, *own, "buffer=replay", "max_lag=0", "max_steps=2", "eval.every=0")
-    with ForkedJob(*drawn, *placed_on(2), run_dir=tmp_path / "one", ranks=2) as job:
-        assert job.wait() == 0, job.output
-        (alone, _) = job.rows
-    with ForkedJob(
-        *drawn, *placed_on(ranks), topology, run_dir=tmp_path / "all", ranks=ranks
-    ) as job:
-        assert job.wait() == 0, job.output
-        (together, _) = job.rows
+    one = finished_job(*drawn, *placed_on(2), run_dir=tmp_path / "one", ranks=2)
+    words = (*drawn, *placed_on(ranks), topology)
+    many = finished_job(*words, run_dir=tmp_path / "all", ranks=ranks)
+    (alone, _), (together, _) = one.rows, many.rows
     for column in ("buffer/size", "buffer/prompts", "reward/mean", "tokens/trained"):
         assert alone[column] == pytest.approx(together[column], rel=1e-6)
     assert alone["grad_norm"] > 1e-3, "else rewards are all equal, and nothing is compared"
