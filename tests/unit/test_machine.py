@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 
 import pytest
 import torch
@@ -35,9 +36,9 @@ class Work:
 
     def __init__(self, **seconds: float):
         self.now, self.calls = 0.0, []
-        self.ways = {
-            name: lambda name=name, s=s: self._pass(name, s) for name, s in seconds.items()
-        }
+        self.ways = {}
+        for name, s in seconds.items():
+            self.ways[name] = lambda name=name, s=s: self._pass(name, s)
 
     def _pass(self, name: str, seconds: float) -> None:
         self.now += seconds
@@ -51,13 +52,10 @@ def test_the_first_way_is_taken_unless_another_is_clearly_faster(own_folder):
     nearly = 1 / CLEARLY_FASTER
     assert Work(tiles=1.0, vectors=1.01 * nearly).fastest("a") == "tiles"
     assert Work(tiles=1.0, vectors=0.99 * nearly).fastest("b") == "vectors"
-
-
-def test_one_slow_moment_decides_nothing(own_folder):
     work = Work(tiles=1.0, vectors=2.0)
-    slow = iter([1.0, 50.0, 1.0, 1.0])
+    slow = iter([1.0, 50.0, 1.0, 1.0])  # one slow moment decides nothing
     work.ways["tiles"] = lambda: work._pass("tiles", next(slow))
-    assert work.fastest() == "tiles"
+    assert work.fastest("c") == "tiles"
 
 
 def test_what_was_found_is_kept_for_the_same_machine_and_key(own_folder):
@@ -65,9 +63,8 @@ def test_what_was_found_is_kept_for_the_same_machine_and_key(own_folder):
     again = Work(tiles=1.0, vectors=2.0)
     assert again.fastest() == "vectors" and not again.calls, "not measured again"
     assert Work(tiles=1.0, vectors=2.0).fastest("other shapes") == "tiles"
-    assert Work(tiles=1.0, vectors=2.0, module=3.0).fastest() == "tiles", (
-        "other ways are another question"
-    )
+    # Other ways are another question.
+    assert Work(tiles=1.0, vectors=2.0, module=3.0).fastest() == "tiles"
 
 
 UNUSABLE = {
@@ -88,13 +85,14 @@ def test_a_kept_choice_that_cannot_be_used_is_measured_anew(own_folder, content)
     assert json.loads(file.read_text())["way"] == "vectors"
 
 
-def test_a_folder_that_cannot_be_written_to_is_a_warning(own_folder, caplog):
+def test_where_nothing_can_be_kept_it_is_measured_each_time_with_a_warning(
+    own_folder, monkeypatch, caplog
+):
     own_folder.write_text("a file where the folder should be")
     assert Work(tiles=2.0, vectors=1.0).fastest() == "vectors"
     assert "will be measured again" in caplog.text
+    caplog.clear()
 
-
-def test_a_user_without_a_home_measures_each_time(monkeypatch, caplog):
     def homeless():
         raise RuntimeError("Could not determine home directory.")
 
@@ -145,9 +143,8 @@ def test_a_reproducible_engine_asks_no_clock(monkeypatch):
 
 
 def bytes_held(tensors) -> int:
-    return sum(
-        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
-    )
+    storages = [t.untyped_storage() for t in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 @pytest.fixture
@@ -163,16 +160,15 @@ def test_only_the_holder_has_its_bytes_and_views_survive(pair):
     turns, a, b = pair
     assert bytes_held(a) == bytes_held(b) == 0
     assert turns.claim("a") and not turns.claim("a")
-    assert (
-        bytes_held(b) == 0
-        and torch.equal(a[0], torch.arange(12.0).view(3, 4))
-        and a[1].tolist() == [1] * 5
-    )
+    assert bytes_held(b) == 0 and torch.equal(a[0], torch.arange(12.0).view(3, 4))
+    assert a[1].tolist() == [1] * 5
     view = a[0][1]
     view += 100
     assert turns.claim("b") and bytes_held(a) == 0 and b[0].tolist() == [2.0] * 7
     turns.claim("a")
     assert view.tolist() == [104.0, 105.0, 106.0, 107.0] and torch.equal(a[0][1], view)
+    # Executors that did not join take no turn.
+    assert not turns.claim("reward") and turns.holder == "a" and bytes_held(a) > 0
 
 
 def test_shared_storages_move_once_and_new_tensors_join_at_the_next_turn():
@@ -190,43 +186,28 @@ def test_shared_storages_move_once_and_new_tensors_join_at_the_next_turn():
     assert held[1].tolist() == [2.0, 3.0] and held[2].tolist() == [1.0] * 3
 
 
-def test_executors_that_did_not_join_take_no_turn(pair):
-    turns, a, _ = pair
-    turns.claim("a")
-    assert not turns.claim("reward") and turns.holder == "a" and bytes_held(a) > 0
-
-
 # --- waiting threads ---
 
 
-@pytest.fixture
-def environment(monkeypatch):
-    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        monkeypatch.delenv(name, raising=False)
-    return monkeypatch
+WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
-def settings() -> dict[str, str]:
-    import os
-
-    return {
-        name: os.environ[name]
-        for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-        if name in os.environ
-    }
-
-
-def test_waiting_threads_spin_briefly(environment):
-    wait_briefly()
-    assert settings() == {"GOMP_SPINCOUNT": str(SPINS)}
-
-
-@pytest.mark.parametrize("given", [{"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "active"}])
-def test_what_the_user_sets_goes_before(environment, given):
+@pytest.mark.parametrize(
+    "given, wanted",
+    [
+        ({}, {"GOMP_SPINCOUNT": str(SPINS)}),
+        ({"GOMP_SPINCOUNT": "7"}, {"GOMP_SPINCOUNT": "7"}),
+        ({"OMP_WAIT_POLICY": "active"}, {"OMP_WAIT_POLICY": "active"}),
+    ],
+)
+def test_waiting_threads_spin_briefly_unless_the_user_sets_how(monkeypatch, given, wanted):
+    for name in WAITING:
+        monkeypatch.setenv(name, "")  # so that it is as before afterwards
+        monkeypatch.delenv(name)
     for name, value in given.items():
-        environment.setenv(name, value)
+        monkeypatch.setenv(name, value)
     wait_briefly()
-    assert settings() == given
+    assert {name: os.environ[name] for name in WAITING if name in os.environ} == wanted
 
 
 def first_import(file, packages: set[str]) -> str | None:

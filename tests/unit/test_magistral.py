@@ -21,9 +21,16 @@ import torch
 
 from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.targets import Shaping
-from llamarl.models.attention import PackedAttention
 from tests.loss_problems import PUBLISHED, problem
-from tests.updating import NAN, SETTINGS, VERSION, decoder_of, go_on, group, update_of
+from tests.updating import (
+    NAN,
+    VERSION,
+    decoder_of,
+    go_on,
+    group,
+    logprobs_alone,
+    update_of,
+)
 
 LOW, HIGH = 0.2, 0.28
 # float32 rounding through a decoder of two layers, as a share of the largest gradient
@@ -39,23 +46,20 @@ def clipped(ratio, advantage):
 # --- the loss alone ---
 
 
-def loss_of_groups(p):
-    """-1/G sum_g 1/|o of g| sum_t min(...) by loops over the trained labels of each group."""
-    ratio = (p.pi - p.mu).exp()
-    groups = []
-    for members in p.members():
-        groups.append(list(chain.from_iterable(p.labels(j) for j in members)))
+def mean_over_groups(p, values):
+    """1/G sum_g 1/|o of g| sum_t of values, by loops over the trained labels of each group."""
     means = []
-    for labels in groups:
+    for members in p.members():
+        labels = list(chain.from_iterable(p.labels(j) for j in members))
         if labels:
-            means.append(sum(clipped(ratio[i], p.advantages[i]) for i in labels) / len(labels))
-    return -sum(means) / len(means)
+            means.append(sum(values[i] for i in labels) / len(labels))
+    return sum(means) / len(means)
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_every_group_weighs_the_same_and_within_it_every_token(seed):
     p = problem(sizes=(3, 1, 5), seed=seed)
-    want = loss_of_groups(p)
+    want = -mean_over_groups(p, clipped((p.pi - p.mu).exp(), p.advantages))
     (gradient,) = torch.autograd.grad(want, p.pi)
     assert p.call(LOSS)[0].item() == pytest.approx(want.item(), rel=1e-12)
     torch.testing.assert_close(p.gradient(LOSS), gradient, rtol=1e-12, atol=1e-15)
@@ -65,26 +69,16 @@ def test_every_group_weighs_the_same_and_within_it_every_token(seed):
 
 def test_a_group_in_two_microbatches_is_still_one_group():
     p = problem(sizes=(3, 2, 4))
-    shares = [p.part([0, 2, 4, 8]), p.part([1, 3, 5, 6, 7])]
-    assert sum(share.call(LOSS)[0].item() for share in shares) == pytest.approx(
-        p.call(LOSS)[0].item(), rel=1e-12
-    )
+    shares = [p.part(own).call(LOSS)[0].item() for own in ([0, 2, 4, 8], [1, 3, 5, 6, 7])]
+    assert sum(shares) == pytest.approx(p.call(LOSS)[0].item(), rel=1e-12)
 
 
 def test_kl_and_entropy_are_means_over_groups_too():
     p = problem(sizes=(3, 2, 4))
     x = p.ref - p.pi.detach()
-    k3 = x.exp() - 1 - x
-    groups = []
-    for members in p.members():
-        groups.append(list(chain.from_iterable(p.labels(j) for j in members)))
-    means = []
-    for labels in groups:
-        if labels:
-            means.append(sum(k3[i] for i in labels) / len(labels))
-    around = regularised(LOSS, kl_coef=0.5)
-    added = p.call(around)[0].item() - p.call(LOSS)[0].item()
-    assert added == pytest.approx(0.5 * float(sum(means)) / len(means), rel=1e-10)
+    added = p.call(regularised(LOSS, kl_coef=0.5))[0].item() - p.call(LOSS)[0].item()
+    k3 = float(mean_over_groups(p, x.exp() - 1 - x))
+    assert added == pytest.approx(0.5 * k3, rel=1e-10)
 
 
 # --- a whole update ---
@@ -105,7 +99,7 @@ def uneven_groups():
     # Near enough to the decoder's that both sides of the clip and its inside are seen.
     decoder = decoder_of().double()
     for g in made:
-        logprobs = torch.cat([own for own in logprobs_of(decoder, g)]).detach()
+        logprobs = torch.cat(logprobs_of(decoder, g)).detach()
         noise = torch.linspace(-0.5, 0.5, logprobs.numel(), dtype=torch.float64)
         object.__setattr__(g, "generator_logprobs", (logprobs + noise).float())
     return made
@@ -113,16 +107,8 @@ def uneven_groups():
 
 def logprobs_of(decoder, g):
     """[L] float64 of each completion, from its own sequence alone."""
-    out = []
-    for tokens in g.token_ids.split(g.lengths.tolist()):
-        sequence = torch.cat([g.prompt_ids, tokens])
-        size = len(sequence) - 1
-        logits = decoder(
-            sequence[:-1], torch.arange(size), PackedAttention(torch.tensor([0, size]))
-        )
-        logprobs = (logits[-len(tokens) :] / SETTINGS.temperature).log_softmax(-1)
-        out.append(logprobs.gather(1, tokens[:, None]).squeeze(1))
-    return out
+    own = g.token_ids.split(g.lengths.tolist())
+    return [logprobs_alone(decoder, g.prompt_ids, tokens) for tokens in own]
 
 
 def oracle(groups):
@@ -156,12 +142,10 @@ MAGISTRAL = dict(
 )
 
 
-def assert_gradients(update, want, share=1.0):
+def assert_gradients(update, want):
     for parameter, gradient in zip(update.decoder.parameters(), want, strict=True):
-        largest = gradient.abs().max().item()
-        torch.testing.assert_close(
-            parameter.grad.double() * share, -gradient, rtol=0, atol=GRADIENT * largest
-        )
+        atol = GRADIENT * gradient.abs().max().item()
+        torch.testing.assert_close(parameter.grad.double(), -gradient, rtol=0, atol=atol)
 
 
 @pytest.mark.filterwarnings("ignore:sequences longer")
@@ -225,12 +209,13 @@ def test_two_data_parallel_shares_are_the_whole():
     updates = [update_of(loss_fn=LOSS, microbatch_tokens=40, **MAGISTRAL) for _ in range(2)]
     for update in updates:
         update.ranks = ranks
-    shares = [groups[:2], groups[2:]]
+
+    def run(update, share):
+        return update.run(share, VERSION, go_on)
+
     with ThreadPoolExecutor(2) as pool:
-        results = list(
-            pool.map(lambda update, share: update.run(share, VERSION, go_on), updates, shares)
-        )
-    for row in results:
+        rows = list(pool.map(run, updates, [groups[:2], groups[2:]]))
+    for row in rows:
         assert row["loss/value"] == pytest.approx(-objective, rel=1e-5)
         assert row["groups/filtered"] == 2
     # FSDP takes the mean over ranks; here it is taken by hand.

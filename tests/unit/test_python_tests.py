@@ -3,6 +3,7 @@ sandbox.
 """
 
 import errno
+import itertools
 import json
 import os
 import select
@@ -17,6 +18,7 @@ import pytest
 
 from llamarl.scoring.pool import RewardPool, check_reward
 from llamarl.scoring.scorer import score_all, text_item
+from llamarl.tasks import programs
 from llamarl.tasks.forms import WorkerLimits
 from llamarl.tasks.programs import check_row, python_tests
 from llamarl.workers import sandbox, sandbox_init
@@ -29,6 +31,7 @@ PRINTS = [{"input": "1 2\n", "output": "3\n"}, {"input": "5 5\n", "output": "10"
 SUM = "print(sum(map(int, input().split())))\n"
 FIRST = "print(3)\n"  # right on the first of PRINTS alone
 LIMITS = WorkerLimits(timeout_s=5.0, memory_mb=2048)
+PATIENT = {"timeout_s": 60.0, "memory_mb": 2048}
 HANG = "while True:\n    pass\n"
 
 
@@ -141,72 +144,60 @@ OF_CLASS = (
     "class TestAdd:\n    def setup_method(self, method):\n        self.wanted = 3\n"
     "    def test_one(self):\n        assert add(1, 2) == self.wanted\n"
 )
+
+
+def form(tests, right=ADD, wrong=WRONG, **row):
+    """Tests of a row with these other columns, a program that passes them and one that does not."""
+    return {"tests": tests, **row}, right, wrong
+
+
 FORMS = {
-    "LiveCodeBench, printing": (json.dumps(PAIRS), {}, SUM, "print(4)"),
-    "LiveCodeBench, a function": (
-        json.dumps(CALLS),
-        {"metadata": json.dumps({"func_name": "add"})},
-        SOLUTION,
-        WRONG_SOLUTION,
+    "LiveCodeBench, printing": form(json.dumps(PAIRS), SUM, "print(4)"),
+    "LiveCodeBench, a function": form(
+        json.dumps(CALLS), SOLUTION, WRONG_SOLUTION, metadata=json.dumps({"func_name": "add"})
     ),
-    "APPS": (json.dumps({"inputs": ["1 2\n"], "outputs": ["3\n"]}), {}, SUM, "print(4)"),
-    "APPS, a function": ({"fn_name": "add", "inputs": [[1, 2]], "outputs": [[3]]}, {}, ADD, WRONG),
-    "lines in lists": ({"inputs": [["1 2"]], "outputs": [["3"]]}, {}, SUM, "print(4)"),
-    "types by name": (TYPED, {}, ADD, WRONG),
-    "HumanEval": (CHECK, {"entry_point": "add"}, ADD, WRONG),
-    "HumanEval, called by itself": (f"{CHECK}check(add)\n", {}, ADD, WRONG),
-    "a method as candidate": (
+    "APPS": form(json.dumps({"inputs": ["1 2\n"], "outputs": ["3\n"]}), SUM, "print(4)"),
+    "APPS, a function": form({"fn_name": "add", "inputs": [[1, 2]], "outputs": [[3]]}),
+    "lines in lists": form({"inputs": [["1 2"]], "outputs": [["3"]]}, SUM, "print(4)"),
+    "types by name": form(TYPED),
+    "HumanEval": form(CHECK, entry_point="add"),
+    "HumanEval, called by itself": form(f"{CHECK}check(add)\n"),
+    "a method as candidate": form(
         "def check(candidate):\n    assert candidate([1], 2) == 3\n",
-        {"entry_point": "Solution().add"},
         f"from typing import List\n{SOLUTION}",
         f"from typing import List\n{WRONG_SOLUTION}",
+        entry_point="Solution().add",
     ),
-    "unittest": (CASES, {}, ADD, WRONG),
-    "unittest that runs itself": (ENDS_ALONE, {}, ADD, WRONG),
-    "unittest, main at the end": (f"{CASES}unittest.main()\n", {}, ADD, WRONG),
-    "pytest functions": ("def test_one():\n    assert add(1, 2) == 3\n", {}, ADD, WRONG),
-    "pytest class": (OF_CLASS, {}, ADD, WRONG),
-    "HumanEval, called in a function": (
-        f"{CHECK}def test_check():\n    check(add)\n",
-        {},
-        ADD,
-        WRONG,
+    "unittest": form(CASES),
+    "unittest that runs itself": form(ENDS_ALONE),
+    "unittest, main at the end": form(f"{CASES}unittest.main()\n"),
+    "pytest functions": form("def test_one():\n    assert add(1, 2) == 3\n"),
+    "pytest class": form(OF_CLASS),
+    "HumanEval, called in a function": form(f"{CHECK}def test_check():\n    check(add)\n"),
+    "a test that calls itself": form(
+        "def test_one(n=2):\n    assert add(n, 2) == n + 2\n    n and test_one(n - 1)\n"
     ),
-    "a test that calls itself": (
-        "def test_one(n=2):\n    assert add(n, 2) == n + 2\n    n and test_one(n - 1)\n",
-        {},
-        ADD,
-        WRONG,
-    ),
-    "HumanEval with a helper": (
+    "HumanEval with a helper": form(
         "def test_help(f, wanted):\n    assert f(1, 2) == wanted\n"
         "def check(candidate):\n    test_help(candidate, 3)\n",
-        {"entry_point": "add"},
-        ADD,
-        WRONG,
+        entry_point="add",
     ),
-    "absent keys are null": ([{**PRINTS[0], "testtype": None, "type": None}], {}, SUM, "print(4)"),
-    "columns of code_contests": ({"input": ["1 2\n"], "output": ["3\n"]}, {}, SUM, "print(4)"),
-    "absent columns are null": (
-        {"inputs": None, "outputs": None, "input": ["1 2\n"], "output": ["3\n"]},
-        {},
-        SUM,
-        "print(4)",
+    "absent keys are null": form([{**PRINTS[0], "testtype": None, "type": None}], SUM, "print(4)"),
+    "columns of code_contests": form({"input": ["1 2\n"], "output": ["3\n"]}, SUM, "print(4)"),
+    "absent columns are null": form(
+        {"inputs": None, "outputs": None, "input": ["1 2\n"], "output": ["3\n"]}, SUM, "print(4)"
     ),
-    "unittest, one is skipped": (
+    "unittest, one is skipped": form(
         f"{LOWERS_ITS_COUNT}{CASES}"
-        "    @unittest.skip('no')\n    def test_two(self):\n        pass\n",
-        {},
-        ADD,
-        WRONG,
+        "    @unittest.skip('no')\n    def test_two(self):\n        pass\n"
     ),
 }
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_a_right_program_passes_tests_of_a_data_set_and_a_wrong_one_does_not(walls, name):
-    tests, row, right, wrong = FORMS[name]
-    meta = {"tests": tests, **row}
+@pytest.mark.parametrize("meta, right, wrong", FORMS.values(), ids=FORMS)
+def test_a_right_program_passes_tests_of_a_data_set_and_a_wrong_one_does_not(
+    walls, meta, right, wrong
+):
     got = [python_tests("", f"```\n{one}\n```", meta, timeout_s=60.0) for one in (right, wrong)]
     assert got == [1.0, 0.0]
 
@@ -280,7 +271,7 @@ def test_hostile_programs_are_wrong_ones_and_their_worker_lives(walls):
     """
     meta = {"tests": ASSERTS}
     hostile = [text_item("", source + ADD, meta) for source in HOSTILE.values()]
-    with RewardPool("rewards:python_tests", options={"timeout_s": 1.0}, **limits(60.0)) as pool:
+    with RewardPool("rewards:python_tests", options={"timeout_s": 1.0}, **PATIENT) as pool:
         workers = list(pool._workers)
         outcomes = score_all(pool, hostile)
         assert pool._workers == workers
@@ -289,18 +280,13 @@ def test_hostile_programs_are_wrong_ones_and_their_worker_lives(walls):
     assert python_tests("", ADD, meta, timeout_s=20.0) == 1.0
 
 
-def limits(timeout_s):
-    return {"timeout_s": timeout_s, "memory_mb": LIMITS.memory_mb}
-
-
 def test_a_program_sees_libraries_and_its_own_folder_alone(walls):
     seen = printed("import os\nprint(sorted(os.listdir('/')), os.listdir('.'))", walls)
     assert "home" not in seen and "proc" not in seen
     assert "program.py" in seen
-    source = f"import os\nprint([os.path.exists(p) for p in ({str(Path.home() / '.ssh')!r},)])"
-    assert printed(source, walls) == "[False]\n"
-    here = Path(__file__).resolve()
-    assert printed(f"import os\nprint(os.path.exists({str(here)!r}))", walls) == "False\n"
+    hidden = [str(Path.home() / ".ssh"), str(Path(__file__).resolve())]
+    source = f"import os\nprint([os.path.exists(p) for p in {hidden!r}])"
+    assert printed(source, walls) == "[False, False]\n"
 
 
 def test_a_program_changes_nothing_outside_its_folder(walls):
@@ -385,26 +371,21 @@ def answer_of(lines, machine, number, argument=0):
 
 
 @pytest.mark.parametrize(
-    "machine, calls",
-    [
-        ("x86_64", {"socket": 41, "socketpair": 53, "fanotify_init": 300, "read": 0, "clone": 56}),
-        (
-            "aarch64",
-            {"socket": 198, "socketpair": 199, "fanotify_init": 262, "read": 63, "clone": 220},
-        ),
-    ],
+    "machine, socket, socketpair, fanotify_init, read, clone",
+    [("x86_64", 41, 53, 300, 0, 56), ("aarch64", 198, 199, 262, 63, 220)],
 )
-def test_what_the_filter_of_each_machine_says_of_calls(machine, calls):
+def test_what_the_filter_of_each_machine_says_of_calls(
+    machine, socket, socketpair, fanotify_init, read, clone
+):
     """Numbers of arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h."""
     lines = sandbox_init._filters(machine)
-    for name in ("socket", "socketpair"):
-        for family in range(64):
-            want = 0 if family in (1, 2, 10) else errno.EAFNOSUPPORT
-            assert answer_of(lines, machine, calls[name], family) == want
-    assert answer_of(lines, machine, calls["fanotify_init"]) == errno.EPERM
-    assert answer_of(lines, machine, calls["read"], 40) == 0
-    assert answer_of(lines, machine, calls["clone"], 0x11) == 0
-    assert answer_of(lines, machine, calls["clone"], 0x40000000) == errno.EPERM
+    for family, number in itertools.product(range(64), (socket, socketpair)):
+        want = 0 if family in (1, 2, 10) else errno.EAFNOSUPPORT
+        assert answer_of(lines, machine, number, family) == want
+    assert answer_of(lines, machine, fanotify_init) == errno.EPERM
+    assert answer_of(lines, machine, read, 40) == 0
+    assert answer_of(lines, machine, clone, 0x11) == 0
+    assert answer_of(lines, machine, clone, 0x40000000) == errno.EPERM
 
 
 def test_the_memory_of_a_program_is_limited(walls):
@@ -510,7 +491,6 @@ def test_wrong_options_end_the_start(options, message):
 
 def test_where_there_are_no_namespaces_the_start_ends(monkeypatch):
     """As in a container that forbids them: the first process of the sandbox is refused."""
-    from llamarl.tasks import programs
 
     def refused(walls):
         if walls.isolation == "namespaces":
@@ -536,9 +516,8 @@ def test_without_namespaces_only_limits_hold_and_it_says_so(capfd):
     assert printed("print(input())", walls, stdin="given\n") == "given\n"
     folder = printed("import os\nprint(os.getcwd())", walls).strip()
     assert not Path(folder).exists()
+    items = [text_item("", program, {"tests": ASSERTS}) for program in (ADD, WRONG)]
     options = {"isolation": "limits"}
-    meta = {"tests": ASSERTS}
-    items = [text_item("", program, meta) for program in (ADD, WRONG)]
-    outcomes = check_reward("rewards:python_tests", items, options=options, **limits(60.0))
+    outcomes = check_reward("rewards:python_tests", items, options=options, **PATIENT)
     assert [outcome.value for outcome in outcomes] == [1.0, 0.0]
     assert "may use the network and this user's files" in capfd.readouterr().err
