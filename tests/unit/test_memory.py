@@ -2,11 +2,10 @@
 allocates.
 """
 
-import importlib.util
+import importlib
 import os
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,8 +21,8 @@ from llamarl.memory import (
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder, random_weights
 from llamarl.models.config import read_config, tiny_directory
+from tests.launching import ROOT
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -72,20 +71,12 @@ def held_bytes(layers: int, size: MicrobatchSize, dtype: torch.dtype, checkpoint
 
 
 @counts_bytes
-@pytest.mark.parametrize(
-    "size",
-    [
-        MicrobatchSize(1, 1, 1500, 100),
-        MicrobatchSize(1, 1, 100, 1500),
-        MicrobatchSize(1, 4, 1000, 64),
-    ],
-    ids=["prompt", "completion", "group"],
-)
+@pytest.mark.parametrize("size", [(1, 1, 1500, 100), (1, 1, 100, 1500), (1, 4, 1000, 64)], ids=str)
 def test_what_a_layer_holds_is_what_is_counted(size):
     """The second of two layers, so that what all layers share is not of it."""
+    size = MicrobatchSize(*size)
     one, two = (held_bytes(layers, size, torch.float32, False) for layers in (1, 2))
-    config = read_config(tiny_directory())
-    counted = 4 * layer_elements(config, size, Training(itemsize=4))
+    counted = 4 * layer_elements(read_config(tiny_directory()), size, Training(itemsize=4))
     assert two - one == pytest.approx(counted, rel=0.05)
 
 
@@ -115,16 +106,10 @@ def test_a_prompt_costs_its_length_times_the_layers_and_checkpointing_saves_most
 @pytest.fixture(scope="module")
 def benchmark():
     """benchmarks/memory.py, as a module."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        spec = importlib.util.spec_from_file_location("memory_benchmark", BENCHMARKS / "memory.py")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["memory_benchmark"] = module
-        spec.loader.exec_module(module)
-        yield module
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-        sys.modules.pop("memory_benchmark", None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        yield importlib.import_module("memory")
+        sys.modules.pop("memory")
 
 
 SMALL = (96, 256, 4, 4, 2, 24, 3000)
@@ -146,14 +131,17 @@ UPDATES: list[dict[str, object]] = [
 ]
 
 
+SHOWN_BY_OTHERS = ({"checkpointing": True}, {"critic": "own", "groups": 1})
+
+
 def kinds_of_updates():
     """Each kind in float32, and in bfloat16 the first; the others, which show no other bytes a
-    number, are slow tests, and so is the large one.
+    number, are slow tests, and so are the large one and those that others show a part of.
     """
     slow = [pytest.mark.slow]
     for fields in UPDATES:
         name = " ".join(f"{key}={value}" for key, value in fields.items())
-        marks = slow if "shape" in fields else []
+        marks = slow if "shape" in fields or fields in SHOWN_BY_OTHERS else []
         yield pytest.param(fields, "float32", id=f"{name} float32", marks=marks)
         marks = [] if fields is UPDATES[0] else slow
         yield pytest.param(fields, "bfloat16", id=f"{name} bfloat16", marks=marks)

@@ -3,11 +3,11 @@
 import importlib
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+from tests.launching import ROOT as CHECKOUT
+
 ROOM = """
 def larger(a, b):
     if a > b:
@@ -28,7 +28,7 @@ def tried(monkeypatch, tmp_path):
     """Returns a function that runs the program on a checkout of one room with a test, and returns
     its exit status and results by place.
     """
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(str(CHECKOUT / "benchmarks"))
     program = importlib.import_module("mutants")
     root = tmp_path / "checkout"
     monkeypatch.setattr(program, "ROOT", root)

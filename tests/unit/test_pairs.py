@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -28,24 +29,19 @@ def test_best_and_worst_are_the_highest_and_the_lowest():
     assert of({0: 1.0, 1: -2.0, 2: 3.0, 3: math.nan}) == [(2, 1)]
     assert of({0: 1.0, 1: 1.0, 2: 1.0}) == [(0, 2)]  # which is a tie
     assert of({0: 1.0, 1: math.nan}) == []
-
-
-def test_a_source_that_compares_is_asked_about_each_pair_alone():
-    each_two = list(itertools.combinations(range(4), 2))
-    assert rule(compares=True).batches(0, 4) == each_two
+    # A source that compares is asked about each pair alone.
     assert rule("best_worst", compares=True).batches(0, 4) == [(0, 1, 2, 3)]
+    assert rule(compares=True).batches(0, 4) == list(itertools.combinations(range(4), 2))
 
 
 def test_a_random_pair_is_any_with_equal_chance():
-    counts = dict.fromkeys(itertools.combinations(range(4), 2), 0)
-    num_prompts = 1000
+    num_prompts, share = 1000, 1 / 6
+    counts = Counter()
     for number in range(num_prompts):
-        ((one, other),) = rule("random").batches(number, 4)
-        counts[one, other] += 1
-    share = 1 / 6
+        counts.update(rule("random").batches(number, 4))
     deviation = math.sqrt(num_prompts * share * (1 - share))
-    for count in counts.values():
-        assert abs(count - num_prompts * share) < 5 * deviation
+    assert set(counts) == set(itertools.combinations(range(4), 2))
+    assert all(abs(count - num_prompts * share) < 5 * deviation for count in counts.values())
 
 
 @given(SCORES, st.sampled_from(PAIRINGS), st.booleans(), st.integers(0, 50))

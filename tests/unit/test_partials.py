@@ -33,9 +33,8 @@ def reason_of(sample):
 def stored(state):
     """As a checkpoint keeps it: safetensors and JSON."""
     tensors = {k: v.contiguous() for k, v in state.items() if isinstance(v, torch.Tensor)}
-    return json.loads(json.dumps({k: v for k, v in state.items() if k not in tensors})) | load(
-        save(tensors)
-    )
+    values = {k: v for k, v in state.items() if k not in tensors}
+    return json.loads(json.dumps(values)) | load(save(tensors))
 
 
 SAMPLES = [
@@ -62,18 +61,15 @@ def test_what_is_taken_out_is_what_was_put_in():
     state = pack(SAMPLES)
     assert state["in_work"] == [7, 9]
     found = taken_out(stored(state), newest=5)
-    assert [(s.ticket, s.sample_index, reason_of(s)) for s in found] == [
-        (7, 0, None),
-        (9, 1, None),
-        (7, 1, "stop"),
-        (9, 0, "length"),
-    ]
+    by_name = [(s.ticket, s.sample_index, reason_of(s)) for s in found]
+    assert by_name == [(7, 0, None), (9, 1, None), (7, 1, "stop"), (9, 0, "length")]
     for sample, want in zip(found, SAMPLES):
         assert type(sample) is type(want)
         if isinstance(want, Partial):
             assert (sample.stream, sample.params) == (want.stream, want.params)
         for field in ("prompt_ids", "token_ids", "generator_logprobs", "policy_versions"):
             assert torch.equal(getattr(sample, field), getattr(want, field)), field
+    assert pack([]) == {"in_work": []} and taken_out(pack([]), newest=0) == []
 
 
 def test_tickets_that_ask_another_prompt_now_are_told():
@@ -81,10 +77,6 @@ def test_tickets_that_ask_another_prompt_now_are_told():
     assert of_other_prompts(stored(pack(SAMPLES)), asked) == {9}
     assert of_other_prompts(stored(pack(SAMPLES)), {**asked, 9: asked[7]}) == set()
     assert of_other_prompts(pack([]), {}) == set()
-
-
-def test_nothing_is_packed_as_nothing():
-    assert pack([]) == {"in_work": []} and taken_out(pack([]), newest=0) == []
 
 
 def test_tokens_of_versions_that_the_checkpoint_does_not_have_are_cut_off_and_the_rest_goes_on():

@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 
 from llamarl.comm.groups import World
 from llamarl.config.command_line import ConfigError, compose_config
-from llamarl.config.conversion import load_config, save_config, to_values
+from llamarl.config.conversion import load_config, save_config
 from llamarl.config.rules import check
 from llamarl.errors import BadInput
 from llamarl.inference.sampler import sample_keys
 from llamarl.launch.checks import check_inputs
-from llamarl.launch.identity import Identity, differences
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
 from llamarl.launch.scorers import reward_kinds
@@ -105,31 +104,6 @@ def test_a_longer_prompt_of_a_set_has_room_in_the_engine_and_none_in_training(ro
         check_inputs(job_of(sets=longer).inputs)
 
 
-@pytest.mark.parametrize(
-    "words, what",
-    [
-        (["eval.sets={a: {kind: additoin}}"], "eval.sets.a.kind=additoin"),
-        (["eval.sets={a: {kind: jsonl}}"], "required: set eval.sets.a.path"),
-        (["eval.sets={a: {kind: jsonl, path: nowhere.jsonl}}"], "no such file: nowhere.jsonl"),
-        (["eval.sets={a: {kind: addition, weight: 1}}"], "eval.sets.a.weight"),
-        (["eval.sets={a b: {kind: addition}}"], "a set's name has letters"),
-        (["eval.sets={accuracy: {kind: addition}}"], "eval/accuracy is a metric of the task's"),
-        # Without prompts of its own the task gives the sets no number, and there is no target.
-        (["eval.num_prompts=0", "eval.sets={a: {kind: addition}}"], "eval.sets.a.num_prompts=0"),
-        (
-            ["eval.num_prompts=0", "eval.target=0.5", f"eval.sets={{{THREE_SUMS}}}"],
-            "eval.target=0.5 eval.num_prompts=0",
-        ),
-        (["task=mixture", "task.parts={a: {kind: jsonl}}"], "required: set task.parts.a.path"),
-        (["task=mixture", "task.parts={a: {kind: addition, weight: -1}}"], "task.parts.a.weight"),
-    ],
-)
-def test_a_wrong_set_or_part_is_told_by_its_key(words, what):
-    with pytest.raises(ConfigError) as refused:
-        compose_config(words)
-    assert what in str(refused.value)
-
-
 def test_every_column_of_the_tasks_own_is_no_sets_name():
     own = {
         column.removeprefix("eval/") for column in COLUMNS if re.match("eval/[a-z_0-9]+$", column)
@@ -212,21 +186,6 @@ def test_fingerprints_tell_changed_sets_and_are_as_ever_without(rows, tmp_path, 
     known = {plain, fingerprint(two_sets(rows)), fingerprint("sums: {kind: addition}")}
     write(tmp_path / "rows.jsonl", *numbered_rows(4))
     assert len(known | {fingerprint(two_sets(rows))}) == 4
-
-
-def test_a_resume_with_other_sets_is_refused_as_with_other_held_out_prompts(rows):
-    fixed = {"reward": "r", "models": {}, "kept": [], "adapters": {"rank": 0}}
-    identities = []
-    for sets in ("", two_sets(rows)):
-        job = job_of("eval.num_prompts=3", sets=sets)
-        prompts = job.inputs.prompt_fingerprints
-        identities.append(Identity(config=to_values(job.config), prompts=prompts, **fixed))
-    before, after = identities
-    assert differences(before, before) == []
-    for old, new in ((before, after), (after, before)):
-        (difference,) = differences(old, new)
-        assert difference.permit == "data" and difference.refuses
-        assert difference.what.startswith("other held-out prompts: eval.sets.")
 
 
 def test_a_set_of_plain_prompts_is_refused_where_rewards_read_turns(rows, monkeypatch):

@@ -21,6 +21,7 @@ from llamarl.models.loading import training_decoder
 from llamarl.models.lora import adapters_of
 from llamarl.models.peft import CONFIG, WEIGHTS, check_adapter, load_adapter, lora_in, save_adapter
 from llamarl.models.sharding import adapter_shapes
+from tests.build.model_directory import change_json
 from tests.tolerances import of_logprobs
 
 LORA = Lora(rank=3, alpha=8.0, targets=("q_proj", "down_proj"))
@@ -49,30 +50,25 @@ def test_its_config_has_fields_of_old_releases_alone(directory):
 
 
 def decoder_of(directory):
+    device = torch.device("cpu")
     decoder = training_decoder(
-        tiny_directory(),
-        mesh=None,
-        device=torch.device("cpu"),
-        compute_dtype=torch.float32,
-        lora=LORA,
+        tiny_directory(), mesh=None, device=device, compute_dtype=torch.float32, lora=LORA
     )
     load_adapter(decoder, directory)
     return decoder
 
 
+@torch.no_grad()
 def logits_of(decoder) -> torch.Tensor:
-    with torch.no_grad():
-        attention = PackedAttention(torch.tensor([0, len(TOKENS)]))
-        return decoder(TOKENS, torch.arange(len(TOKENS)), attention)
+    attention = PackedAttention(torch.tensor([0, len(TOKENS)]))
+    return decoder(TOKENS, torch.arange(len(TOKENS)), attention)
 
 
 def test_what_is_written_is_read_bit_for_bit(adapters, directory):
-    assert lora_in(directory) == (LORA_SORTED, str(tiny_directory()))
+    in_order = dataclasses.replace(LORA, targets=tuple(sorted(LORA.targets)))
+    assert lora_in(directory) == (in_order, str(tiny_directory()))
     for name, parameter in adapters_of(decoder_of(directory)):
         assert torch.equal(parameter, adapters[name])
-
-
-LORA_SORTED = dataclasses.replace(LORA, targets=tuple(sorted(LORA.targets)))
 
 
 def test_an_engine_samples_from_a_peft_directory(directory):
@@ -103,28 +99,23 @@ def test_peft_computes_the_same_model(directory, monkeypatch):
     assert all(torch.equal(saved[name], value) for name, value in ours.items())
 
 
-def change(directory, **fields):
-    file = directory / CONFIG
-    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
-
-
 @pytest.mark.parametrize(
-    "fields",
+    "key, value",
     [
-        {"use_dora": True},
-        {"use_rslora": True},
-        {"bias": "all"},
-        {"modules_to_save": ["lm_head"]},
-        {"rank_pattern": {"q_proj": 2}},
-        {"peft_type": "IA3"},
-        {"init_lora_weights": "pissa"},
-        {"target_modules": "all-linear"},
-        {"r": 0},
+        ("use_dora", True),
+        ("use_rslora", True),
+        ("bias", "all"),
+        ("modules_to_save", ["lm_head"]),
+        ("rank_pattern", {"q_proj": 2}),
+        ("peft_type", "IA3"),
+        ("init_lora_weights", "pissa"),
+        ("target_modules", "all-linear"),
+        ("r", 0),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(directory, fields):
-    change(directory, **fields)
-    with pytest.raises(ValueError, match=f"{CONFIG}: .*{next(iter(fields))}="):
+def test_what_is_not_supported_is_refused_by_name(directory, key, value):
+    change_json(directory / CONFIG, **{key: value})
+    with pytest.raises(ValueError, match=f"{CONFIG}: .*{key}="):
         check_adapter(directory, CONFIG_OF)
 
 
@@ -168,7 +159,7 @@ def test_an_evaluation_of_a_peft_directory_takes_its_base(directory):
         "trainer.lora.alpha=8.0",
         "trainer.lora.targets=[down_proj,q_proj]",
     ]
-    change(directory, base_model_name_or_path="someone/else")
+    change_json(directory / CONFIG, base_model_name_or_path="someone/else")
     with pytest.raises(FileNotFoundError, match="base_model_name_or_path=someone/else"):
         words_of(path)
 

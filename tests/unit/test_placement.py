@@ -44,28 +44,33 @@ def placed_by(placement, world_size, groups_per_step=64, tensor_parallel=1, spli
 
 
 @pytest.mark.parametrize(
-    "world_size, trainer, generator, reward",
+    "world_size, groups, size, trainer, generator, reward",
     [
-        (1, (0,), (0,), (0,)),
-        (2, (0,), (1,), (1,)),
-        (3, (0,), (1, 2), (2,)),
-        (4, (0, 1), (2, 3), (3,)),
-        (6, (0, 1), (2, 3, 4, 5), (5,)),  # three trainers cannot share 64 groups
+        (1, 64, 1, (0,), (0,), (0,)),
+        (2, 64, 1, (0,), (1,), (1,)),
+        (3, 64, 1, (0,), (1, 2), (2,)),
+        (4, 64, 1, (0, 1), (2, 3), (3,)),
+        (6, 64, 1, (0, 1), (2, 3, 4, 5), (5,)),  # three trainers cannot share 64 groups
+        # Whole replicas of several ranks.
+        (3, 64, 2, (0,), (1, 2), (2,)),
+        (4, 64, 2, (0, 1), (2, 3), (3,)),
+        (8, 64, 3, (0, 1), (2, 3, 4, 5, 6, 7), (7,)),  # four trainers would leave no whole replicas
+        (4, 1, 2, (0,), (1, 2), (3,)),  # one is left over, for the reward
+        (9, 64, 8, (0,), tuple(range(1, 9)), (8,)),
     ],
 )
-def test_ranks_are_halved_between_trainers_and_generators(world_size, trainer, generator, reward):
-    placed = placed_by(AUTO, world_size, groups_per_step=64)
-    assert (placed["trainer"], placed["generator"], placed["reward"]) == (
-        trainer,
-        generator,
-        reward,
-    )
+def test_ranks_are_halved_between_trainers_and_whole_replicas(
+    world_size, groups, size, trainer, generator, reward
+):
+    placed = placed_by(AUTO, world_size, groups_per_step=groups, tensor_parallel=size)
+    found = placed["trainer"], placed["generator"], placed["reward"]
+    assert found == (trainer, generator, reward)
 
 
 def test_what_is_given_stays_and_the_rest_is_filled_in_around_it():
-    placed = placed_by(dataclasses.replace(AUTO, generator=[0]), 4, groups_per_step=64)
+    placed = placed_by(dataclasses.replace(AUTO, generator=[0]), 4)
     assert placed == {"trainer": (1, 2), "generator": (0,), "reward": (3,), "reference": (3,)}
-    placed = placed_by(dataclasses.replace(AUTO, generator=[0, 1, 2, 3, 4]), 8, groups_per_step=64)
+    placed = placed_by(dataclasses.replace(AUTO, generator=[0, 1, 2, 3, 4]), 8)
     assert placed["trainer"] == (5, 6)  # three are free, but cannot share 64 groups
 
 
@@ -74,56 +79,25 @@ def test_trainers_that_split_prompts_are_as_many_as_share_the_completions():
     assert placed_by(AUTO, 6, groups_per_step=3, split_into=4)["trainer"] == (0, 1)
 
 
-@given(st.integers(1, 40), st.integers(1, 40))
-def test_automatic_placement_leaves_no_rank_idle_and_splits_the_batch(world_size, groups_per_step):
-    placed = placed_by(AUTO, world_size, groups_per_step=groups_per_step)
-    assert groups_per_step % len(placed["trainer"]) == 0
-    assert set(placed["trainer"]) | set(placed["generator"]) == set(range(world_size))
-    assert world_size == 1 or not set(placed["trainer"]) & set(placed["generator"])
-
-
 def test_colocated_executors_share_what_is_given_for_one_of_them_or_everything():
     both = dataclasses.replace(AUTO, colocate=["trainer", "generator"])
-    assert (
-        placed_by(both, 4, groups_per_step=64)["trainer"]
-        == (0, 1, 2, 3)
-        == placed_by(both, 4)["generator"]
-    )
-    given = dataclasses.replace(both, generator=[1, 2])
-    placed = placed_by(given, 4, groups_per_step=64)
+    placed = placed_by(both, 4)
+    assert placed["trainer"] == placed["generator"] == (0, 1, 2, 3)
+    placed = placed_by(dataclasses.replace(both, generator=[1, 2]), 4)
     assert (placed["trainer"], placed["generator"], placed["reward"]) == ((1, 2), (1, 2), (3,))
 
 
-@pytest.mark.parametrize(
-    "world_size, size, groups, trainer, generator, reward",
-    [
-        (3, 2, 64, (0,), (1, 2), (2,)),
-        (4, 2, 64, (0, 1), (2, 3), (3,)),
-        (8, 3, 64, (0, 1), (2, 3, 4, 5, 6, 7), (7,)),  # four trainers would leave no whole replicas
-        (4, 2, 1, (0,), (1, 2), (3,)),  # one is left over, for the reward
-        (9, 8, 64, (0,), tuple(range(1, 9)), (8,)),
-    ],
-)
-def test_automatic_placement_makes_whole_replicas(
-    world_size, size, groups, trainer, generator, reward
-):
-    placed = placed_by(AUTO, world_size, groups_per_step=groups, tensor_parallel=size)
-    assert (placed["trainer"], placed["generator"], placed["reward"]) == (
-        trainer,
-        generator,
-        reward,
-    )
-
-
-@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 8))
-def test_automatic_placement_makes_whole_replicas_wherever_it_can(
+@given(st.integers(1, 40), st.integers(1, 40), st.just(1) | st.integers(1, 8))
+def test_automatic_placement_splits_the_batch_and_makes_whole_replicas_wherever_it_can(
     world_size, groups_per_step, size
 ):
     placed = placed_by(AUTO, world_size, groups_per_step=groups_per_step, tensor_parallel=size)
-    assert len(placed["generator"]) % size == 0 or world_size <= size
-    assert groups_per_step % len(placed["trainer"]) == 0 and (
-        world_size == 1 or not set(placed["trainer"]) & set(placed["generator"])
-    )
+    trainer, generator = set(placed["trainer"]), set(placed["generator"])
+    assert groups_per_step % len(trainer) == 0
+    assert world_size == 1 or not trainer & generator
+    assert len(generator) % size == 0 or world_size <= size
+    if size == 1:
+        assert trainer | generator == set(range(world_size)), "none is idle"
 
 
 def test_a_rank_that_hosts_nothing_is_known():

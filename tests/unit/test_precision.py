@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +17,7 @@ from llamarl.models.fsdp import drop_gradients, local, next_backward, wrap
 from llamarl.models.hf import load_weights
 from llamarl.models.loading import share_of_bfloat16_ties, training_decoder, warn_of_ties
 from llamarl.models.lora import Lora
+from tests.build.model_directory import copy_tiny
 
 
 @pytest.fixture
@@ -29,12 +28,9 @@ def mesh():
 
 
 def decoder_of(mesh, **options):
+    device = torch.device("cpu")
     return training_decoder(
-        tiny_directory(),
-        mesh=mesh,
-        device=torch.device("cpu"),
-        compute_dtype=torch.bfloat16,
-        **options,
+        tiny_directory(), mesh=mesh, device=device, compute_dtype=torch.bfloat16, **options
     )
 
 
@@ -46,8 +42,21 @@ def backward(decoder, seed: int, *, last: bool = True) -> None:
     torch.nn.functional.cross_entropy(logits.float(), tokens.roll(-1)).backward()
 
 
-def gradients(decoder) -> dict[str, torch.Tensor]:
+def gradients(decoder, *seeds) -> dict[str, torch.Tensor]:
+    """Those of a decoder after the microbatches of a step."""
+    for seed in seeds:
+        backward(decoder, seed, last=seed == seeds[-1])
     return {name: local(p.grad).clone() for name, p in decoder.named_parameters()}
+
+
+def assert_same(got, want, *, but_embeddings=False):
+    """Bit for bit, but for the embedding's, whose two gradients FSDP adds in bfloat16."""
+    assert got.keys() == want.keys()
+    for name in want:
+        if but_embeddings and name.startswith("tok_embeddings"):
+            assert (got[name] - want[name]).abs().max() <= 2**-7 * want[name].abs().max()
+        else:
+            assert torch.equal(got[name], want[name]), name
 
 
 def test_masters_gradients_and_moments_are_float32_and_layers_compute_in_bfloat16(mesh):
@@ -82,64 +91,46 @@ def test_gradients_of_microbatches_add_up_in_float32(mesh, make):
     """The float32 sum of each microbatch's own bfloat16 gradient, to float32's rounding; a bfloat16
     sum differs by far more.
     """
-    parts = []
-    for seed in range(3):
-        decoder = make(mesh)
-        backward(decoder, seed)
-        parts.append(gradients(decoder))
+    first, second, third = (gradients(make(mesh), seed) for seed in range(3))
     decoder = make(mesh)
     for seed in range(3):
         backward(decoder, seed, last=seed == 2)
-        if seed < 2 and make is replica_of:
-            assert all(p.grad is None for p in decoder.parameters()), (
-                "reduced before the last microbatch"
-            )
+        if seed < 2 and make is replica_of:  # not reduced before the last microbatch
+            assert all(p.grad is None for p in decoder.parameters())
     got = gradients(decoder)
-    assert got.keys() == parts[0].keys()
+    assert got.keys() == first.keys()
+    is_wide = []
     for name in got:
-        want = parts[0][name] + parts[1][name] + parts[2][name]
+        own = first[name], second[name], third[name]
+        want, narrow = sum(own), sum(part.bfloat16() for part in own).float()
         # A dozen roundings of float32.
         assert (got[name] - want).abs().max() <= 1e-6 * want.abs().max(), name
-    narrow = {
-        n: (parts[0][n].bfloat16() + parts[1][n].bfloat16() + parts[2][n].bfloat16()).float()
-        for n in got
-    }
-    assert not all(torch.allclose(got[name], narrow[name], rtol=1e-4, atol=0) for name in got)
+        is_wide.append(not torch.allclose(got[name], narrow, rtol=1e-4, atol=0))
+    assert any(is_wide)
 
 
 @pytest.mark.bitwise("one rank makes the products that FSDP makes")
 def test_one_rank_computes_what_fsdp_does(mesh):
-    """Bit for bit but for the embedding, whose two gradients FSDP adds in bfloat16."""
-    alone, replica = decoder_of(mesh), replica_of(mesh)
-    for decoder in (alone, replica):
-        backward(decoder, 0, last=False)
-        backward(decoder, 1)
-    want = gradients(replica)
-    for name, got in gradients(alone).items():
-        if name.startswith("tok_embeddings"):
-            assert (got - want[name]).abs().max() <= 2**-7 * want[name].abs().max()
-        else:
-            assert torch.equal(got, want[name]), name
+    alone, replica = gradients(decoder_of(mesh), 0, 1), gradients(replica_of(mesh), 0, 1)
+    assert_same(alone, replica, but_embeddings=True)
+
+
+@torch.no_grad()
+def halve(decoder) -> None:
+    for p in decoder.parameters():
+        p.mul_(0.5)
 
 
 @pytest.mark.bitwise("recomputed products are the first ones")
-def test_copies_follow_the_masters_also_where_backward_recomputes(mesh):
+@pytest.mark.parametrize("recompute", [False, True])
+def test_copies_follow_the_masters_also_where_backward_recomputes(mesh, recompute):
     """A step between two backwards: copies of the first must not serve the second."""
-    for recompute in (False, True):
-        decoder = decoder_of(mesh, activation_checkpointing=recompute)
-        backward(decoder, 0)
-        with torch.no_grad():
-            for p in decoder.parameters():
-                p.mul_(0.5)
-        decoder.zero_grad(set_to_none=True)
-        backward(decoder, 1)
-        fresh = decoder_of(mesh)
-        with torch.no_grad():
-            for p in fresh.parameters():
-                p.mul_(0.5)
-        backward(fresh, 1)
-        want = gradients(fresh)
-        assert all(torch.equal(got, want[name]) for name, got in gradients(decoder).items())
+    decoder, fresh = decoder_of(mesh, activation_checkpointing=recompute), decoder_of(mesh)
+    backward(decoder, 0)
+    halve(decoder)
+    halve(fresh)
+    decoder.zero_grad(set_to_none=True)
+    assert_same(gradients(decoder, 1), gradients(fresh, 1))
 
 
 @pytest.mark.bitwise("a step that was dropped and made again is the step")
@@ -147,11 +138,7 @@ def test_a_step_that_is_dropped_leaves_nothing_for_the_next(mesh):
     clean, dropped = decoder_of(mesh), decoder_of(mesh)
     backward(dropped, 5, last=False)
     drop_gradients(dropped)
-    for decoder in (clean, dropped):
-        backward(decoder, 1, last=False)
-        backward(decoder, 2)
-    want, got = gradients(clean), gradients(dropped)
-    assert all(torch.equal(got[name], want[name]) for name in want)
+    assert_same(gradients(dropped, 1, 2), gradients(clean, 1, 2))
 
 
 @pytest.mark.bitwise("offloading changes no number")
@@ -160,22 +147,12 @@ def test_offloaded_masters_get_the_same_gradients(mesh):
     change nothing.
     """
     plain, offloaded = decoder_of(mesh), decoder_of(mesh, cpu_offload=True)
-    for decoder in (plain, offloaded):
-        backward(decoder, 0, last=False)
-        backward(decoder, 1)
+    assert_same(gradients(offloaded, 0, 1), gradients(plain, 0, 1), but_embeddings=True)
     for module in (offloaded, *offloaded.layers):
-        assert isinstance(
-            module._get_fsdp_state()._fsdp_param_group.offload_policy, CPUOffloadPolicy
-        )
-        policy = module._get_fsdp_state()._mp_policy
+        state = module._get_fsdp_state()
+        assert isinstance(state._fsdp_param_group.offload_policy, CPUOffloadPolicy)
+        policy = state._mp_policy
         assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
-    for (name, want), (_, got) in zip(
-        gradients(plain).items(), gradients(offloaded).items(), strict=True
-    ):
-        if name.startswith("tok_embeddings"):  # whose two gradients FSDP adds in bfloat16
-            assert (got - want).abs().max() <= 2**-7 * want.abs().max()
-        else:
-            assert torch.equal(want, got), name
 
 
 def test_ties_are_counted_as_rounding_finds_them():
@@ -203,8 +180,7 @@ def test_ties_are_counted_as_rounding_finds_them():
 def test_a_start_warns_of_weights_that_the_first_update_tips(
     tmp_path, caplog, share, compute_dtype, warns
 ):
-    path = tmp_path / "dequantised"
-    shutil.copytree(tiny_directory(), path)
+    path = copy_tiny(tmp_path / "dequantised")
     weights = load_file(path / "model.safetensors")
     random = torch.Generator().manual_seed(0)
     for name, weight in weights.items():

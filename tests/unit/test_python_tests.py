@@ -391,10 +391,11 @@ def test_what_the_filter_of_each_machine_says_of_calls(
 def test_the_memory_of_a_program_is_limited(walls):
     """It asks for a GiB that it never writes to, so that no memory is used without a limit."""
     source = (
+        "import mmap\n"
         "try:\n"
-        "    held = bytearray(1 << 30)\n"
+        "    held = mmap.mmap(-1, 1 << 30)\n"
         "    print('given')\n"
-        "except MemoryError:\n"
+        "except (MemoryError, OSError):\n"
         "    print('refused')\n"
     )
     assert printed(source, walls) == "refused\n"

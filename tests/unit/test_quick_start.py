@@ -20,20 +20,13 @@ from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.fsdp import is_dtensor, is_fsdp_module
 from llamarl.models.hf import PLAIN_TOKENIZERS, TAKEN_AT_WORD, load_tokenizer
 from tests.build.job import run_python
+from tests.build.model_directory import change_json, copy_tiny
 from tests.launching import JOB_S, ROOT, SMALL
 
 HEAVY = ("torch", "torchtune", "torchao", "transformers", "datasets", "pandas", "sympy")
 UNUSED = ("torchtune", "torchao", "datasets", "pandas", "torch._dynamo", "torch._inductor")
 SHARDED = ("torch.distributed.tensor", "torch.distributed.fsdp", "sympy")
-RECIPES = (
-    "llama_async.py",
-    "red_team.py",
-    "sft.py",
-    "reward_model.py",
-    "preferences.py",
-    "compare.py",
-    "fetch_smollm2.py",
-)
+RECIPES = "llama_async red_team sft reward_model preferences compare fetch_smollm2".split()
 # Runs recipes in turn, as `python recipes/NAME.py WORDS` does. Says after each which modules are
 # loaded, and its exit code. With `until` (0: the end), says so when that step's row is written.
 WATCHED = """
@@ -41,11 +34,9 @@ import json, runpy, sys
 
 runs, until, names = json.loads(sys.argv[1])
 
-
 def tell(code):
     loaded = [name for name in names if name in sys.modules]
     print("LOADED", json.dumps([loaded, code]), flush=True)
-
 
 if until:
     from llamarl.observe import Jsonl
@@ -75,9 +66,7 @@ def loaded_by(*runs: tuple[str, ...], of: tuple[str, ...], until: int = 0) -> li
     """Run (recipe, *words) in turn, in one process. Return after each, which of some modules are
     loaded, and its exit code.
     """
-    given = []
-    for recipe, *words in runs:
-        given.append([str(ROOT / "recipes" / recipe), *words])
+    given = [[str(ROOT / "recipes" / f"{recipe}.py"), *words] for recipe, *words in runs]
     said = run_python("-c", WATCHED, json.dumps([given, until, of]))
     told = [line for line in said.splitlines() if line.startswith("LOADED")]
     return [json.loads(line.removeprefix("LOADED")) for line in told]
@@ -87,30 +76,23 @@ def loaded_by(*runs: tuple[str, ...], of: tuple[str, ...], until: int = 0) -> li
 
 
 def test_help_and_a_mistyped_key_load_no_torch():
+    """The last is a recipe with an executor of the user's own, which loads torch and builds no
+    other.
+    """
     runs = []
     for recipe in RECIPES:
         runs += [(recipe, "--help"), (recipe, "modle=tiny")]
-    assert loaded_by(*runs, of=HEAVY) == [[[], 0], [[], 2]] * len(RECIPES)
-
-
-def test_a_mistyped_key_of_ones_own_executor_builds_no_other():
-    assert loaded_by(("custom_executor.py", "trainer.lrr=1"), of=UNUSED) == [[[], 2]]
+    *found, (loaded, code) = loaded_by(
+        *runs, ("custom_executor", "trainer.lrr=1"), of=HEAVY + UNUSED
+    )
+    assert found == [[[], 0], [[], 2]] * len(RECIPES)
+    assert not set(UNUSED) & set(loaded) and code == 2
 
 
 def test_a_run_in_one_process_loads_none_of_it_before_its_first_step(tmp_path):
     words = (*SMALL, "eval.every=0", "max_steps=1", f"run_dir={tmp_path / 'run'}")
-    found = loaded_by(("llama_async.py", *words), of=UNUSED + SHARDED, until=1)
+    found = loaded_by(("llama_async", *words), of=UNUSED + SHARDED, until=1)
     assert found == [[[], 0]]
-
-
-UNSHARDED = """
-import sys
-import torch
-from llamarl.models.fsdp import is_dtensor, is_fsdp_module
-
-assert not is_dtensor(torch.zeros(2)) and not is_fsdp_module(torch.nn.Linear(2, 2))
-assert "torch.distributed.tensor" not in sys.modules
-"""
 
 
 # --- the tokenizer ---
@@ -121,14 +103,9 @@ def directory(tmp_path):
     """A copy of the embedded model, of another type or with another tokenizer; its path."""
 
     def make(model_type: str, tokenizer_class: str) -> Path:
-        config = json.loads((tiny_directory() / "config.json").read_text())
-        said = json.loads((tiny_directory() / "tokenizer_config.json").read_text())
-        config["model_type"] = model_type
-        said["tokenizer_class"] = tokenizer_class
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
-        (tmp_path / "tokenizer.json").write_text((tiny_directory() / "tokenizer.json").read_text())
-        return tmp_path
+        path = copy_tiny(tmp_path / "model", model_type=model_type)
+        change_json(path / "tokenizer_config.json", tokenizer_class=tokenizer_class)
+        return path
 
     return make
 
@@ -148,11 +125,8 @@ def test_a_plain_tokenizer_is_what_transformers_makes_of_it(model_type, tokenize
     assert ours("12+34=").input_ids == theirs("12+34=").input_ids
 
 
-@pytest.mark.parametrize("model_type, named", [("qwen2", "PreTrainedTokenizerFast")])
-def test_a_directory_that_names_the_wrong_class_is_left_to_transformers(
-    model_type, named, directory, monkeypatch
-):
-    path = directory(model_type, named)
+def test_a_directory_that_names_the_wrong_class_is_left_to_transformers(directory, monkeypatch):
+    path = directory("qwen2", "PreTrainedTokenizerFast")
     asked = []
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda path, **_: asked.append(path))
     load_tokenizer(path)
@@ -169,11 +143,9 @@ def test_the_optimizer_gives_the_bits_of_pytorchs():
     theirs = [nn.Parameter(value.clone()) for value in first]
     settings = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
     own = build_optimizer(ours, weight_decay=0.01, **settings)
-    groups = [
-        {"params": theirs[:1], "weight_decay": 0.01},
-        {"params": theirs[1:], "weight_decay": 0.0},
-    ]
-    pytorchs = torch.optim.AdamW(groups, fused=True, **settings)
+    decayed = {"params": theirs[:1], "weight_decay": 0.01}
+    vectors = {"params": theirs[1:], "weight_decay": 0.0}
+    pytorchs = torch.optim.AdamW([decayed, vectors], fused=True, **settings)
     seen = []
     own.register_step_post_hook(lambda *_: seen.append("after"))
     for _ in range(3):
@@ -182,8 +154,7 @@ def test_the_optimizer_gives_the_bits_of_pytorchs():
             q.grad = p.grad.clone()
         own.step()
         pytorchs.step()
-        for p, q in zip(ours, theirs):
-            assert_close(p, q, rtol=0, atol=0)
+        assert_close(ours, theirs, rtol=0, atol=0)
     assert seen == ["after"] * 3
     own.zero_grad()
     assert all(p.grad is None for p in ours)
@@ -199,10 +170,6 @@ def test_a_decoder_gets_memory_of_its_own_shapes():
         assert isinstance(q, nn.Parameter) and q.requires_grad and not q.is_meta
     addresses = [p.data_ptr() for p in decoder.parameters()]
     assert len(set(addresses)) == len(addresses)
-
-
-def test_what_is_not_sharded_is_known_without_fsdp():
-    run_python("-c", UNSHARDED)
 
 
 def test_what_is_sharded_is_known_on_every_rank(pool):

@@ -1,8 +1,8 @@
 """Rows of files are looked at once a run: by one rank, in batches, and again if they change."""
 
 import json
-import threading
 from array import array
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
@@ -97,16 +97,12 @@ def same(one, other):
 def test_a_batch_fits_as_its_prompts_do_one_at_a_time(prompts, limit, batch, chat):
     tokenizer = load_tokenizer(tiny_directory())
     if chat:
-        tokenizer.chat_template = (
-            "{{ bos_token }}{% for m in messages %}{{ m.content }}={% endfor %}"
-        )
+        each = "{% for m in messages %}{{ m.content }}={% endfor %}"
+        tokenizer.chat_template = "{{ bos_token }}" + each
     maker = PromptMaker(tokenizer, chat=True, system_prompt=None, max_prompt_tokens=limit)
-    examples = [Example(prompt, {}) for prompt in prompts]
-    whole, list_task.BATCH = list_task.BATCH, batch
-    try:
-        found = fitting_of(maker, examples)
-    finally:
-        list_task.BATCH = whole
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(list_task, "BATCH", batch)
+        found = fitting_of(maker, [Example(prompt, {}) for prompt in prompts])
     want = [place for place, prompt in enumerate(prompts) if len(maker.ids(prompt)) <= limit]
     assert list(found.places) == want
 
@@ -121,36 +117,45 @@ def test_a_fitting_is_the_same_as_json(bits):
         from_values(values, len(bits) + 1)
 
 
-def test_a_resumed_run_takes_what_was_found(tokenizer, tmp_path):
-    file = write(tmp_path / "rows.jsonl", *PROMPTS)
-    first = alone(tmp_path)
-    task = build(tokenizer, file, first)
-    first.save(tmp_path)
+@pytest.fixture
+def file(tmp_path):
+    return write(tmp_path / "rows.jsonl", *PROMPTS)
+
+
+@pytest.fixture
+def first(tokenizer, tmp_path, file):
+    """A reading that has found the file's rows, and its task."""
+    reading = alone(tmp_path)
+    task = build(tokenizer, file, reading)
+    reading.save(tmp_path)
+    return reading, task
+
+
+def test_a_resumed_run_takes_what_was_found(tokenizer, tmp_path, file, first):
+    _, task = first
     again = Counted(alone(tmp_path / "elsewhere", tmp_path))
     assert same(task, build(tokenizer, file, again)) and again.num_finds == 0
     assert same(task, build(tokenizer, file))
     assert 0 < task.num_train < 36
 
 
-def test_other_rows_settings_or_tokens_are_looked_at_again(tokenizer, tmp_path):
-    file = write(tmp_path / "rows.jsonl", *PROMPTS)
-    first = alone(tmp_path)
-    build(tokenizer, file, first)
-    first.save(tmp_path)
+def test_other_rows_settings_or_tokens_are_looked_at_again(tokenizer, tmp_path, file, first):
     other_tokens = load_tokenizer(tiny_directory())
     other_tokens.chat_template = "{{ messages[0].content }}"
     assert tokenizer_digest(other_tokens) != tokenizer_digest(tokenizer)
-    for changed in (
-        lambda reading: build(tokenizer, file, reading, chat=False),
-        lambda reading: build(tokenizer, file, reading, answer_key=None),
-        lambda reading: build(tokenizer, file, reading, prompt_key="answer"),
-        lambda reading: build(tokenizer, file, reading, max_prompt_tokens=8),
-        lambda reading: build(tokenizer, file, reading, num_eval=3),
-        lambda reading: build(other_tokens, file, reading),
-        lambda reading: build(tokenizer, write(file, *PROMPTS[1:], "7"), reading),
+    for changes in (
+        {"chat": False},
+        {"answer_key": None},
+        {"prompt_key": "answer"},
+        {"max_prompt_tokens": 8},
+        {"num_eval": 3},
+        {"tokenizer": other_tokens},
+        {},
     ):
+        if not changes:
+            write(file, *PROMPTS[1:], "7")
         reading = Counted(alone(tmp_path))
-        changed(reading)
+        build(**{"tokenizer": tokenizer, "path": file, "reading": reading, **changes})
         assert reading.num_finds == 1
 
 
@@ -159,11 +164,10 @@ def test_the_same_file_of_another_kind_is_looked_at_again(tokenizer, tmp_path):
     rows = [{"question": f"{n}+1", "answer": f"so #### {n + 1}"} for n in range(40)]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    first = alone(tmp_path)
-    build(tokenizer, file, first, prompt_key="question", max_prompt_tokens=200)
-    first.save(tmp_path)
+    reading, again = alone(tmp_path), Counted(alone(tmp_path))
+    build(tokenizer, file, reading, prompt_key="question", max_prompt_tokens=200)
+    reading.save(tmp_path)
     given = {"max_prompt_tokens": 200, "num_eval": 4}
-    again = Counted(alone(tmp_path))
     build_task("gsm8k", tokenizer, path=file, remembered=again, **given)
     assert again.num_finds == 1
 
@@ -184,39 +188,30 @@ def test_a_tokenizer_is_known_by_its_tokens_its_template_and_its_special_tokens(
     assert tokenizer_digest(object()) is None
 
 
-def test_what_was_kept_stays_kept_beside_what_is_new(tokenizer, tmp_path, caplog):
+def test_what_was_kept_stays_kept_beside_what_is_new(tokenizer, tmp_path, file, first, caplog):
     """As of a mixture to which a part was added."""
-    files = [write(tmp_path / "a.jsonl", *PROMPTS), write(tmp_path / "b.jsonl", *PROMPTS[1:])]
-    first = alone(tmp_path)
-    build(tokenizer, files[0], first)
-    first.save(tmp_path)
+    files = [file, write(tmp_path / "b.jsonl", *PROMPTS[1:])]
     second = alone(tmp_path)
-    for file in files:
-        build(tokenizer, file, second)
+    for own in files:
+        build(tokenizer, own, second)
     second.save(tmp_path)
     third = Counted(alone(tmp_path))
-    for file in files:
-        build(tokenizer, file, third)
+    for own in files:
+        build(tokenizer, own, third)
     assert third.num_finds == 0
     third._reading.save(tmp_path / "gone")  # there is nothing to save
     assert "cannot be written" not in caplog.text
-    first.save(tmp_path / "gone")
+    first[0].save(tmp_path / "gone")
     assert "cannot be written" in caplog.text
 
 
 @pytest.mark.parametrize("damage", ["bit", "no text"])
-def test_a_damaged_file_is_made_anew_and_said(tokenizer, tmp_path, caplog, damage):
-    file = write(tmp_path / "rows.jsonl", *PROMPTS)
-    first = alone(tmp_path)
-    task = build(tokenizer, file, first)
-    first.save(tmp_path)
+def test_a_damaged_file_is_made_anew_and_said(tokenizer, tmp_path, file, first, caplog, damage):
+    _, task = first
     kept = tmp_path / FILE
     whole = kept.read_text()
-    texts = {
-        "bit": whole.replace(task.train_digest, task.eval_digest),
-        "no text": '{"found": 3, "digest": "0"}',
-    }
-    kept.write_text(texts[damage])
+    damaged = whole.replace(task.train_digest, task.eval_digest)
+    kept.write_text(damaged if damage == "bit" else '{"found": 3, "digest": "0"}')
     reading = Counted(alone(tmp_path))
     assert same(task, build(tokenizer, file, reading)) and reading.num_finds == 1
     assert f"{kept} is damaged" in caplog.text
@@ -228,41 +223,32 @@ def together(files, tokenizer):
     """What ranks that read these files at the same time have: a task or an error of each, and how
     often it has looked.
     """
-    store = dist.HashStore()
-    readings = []
-    for rank in range(len(files)):
-        readings.append(Counted(SharedReading(Rank(rank, len(files), store), (), WAIT_S)))
-    made = [None] * len(files)
+    store, size = dist.HashStore(), len(files)
+    readings = [Counted(SharedReading(Rank(rank, size, store), (), WAIT_S)) for rank in range(size)]
 
     def work(rank):
         try:
-            made[rank] = build(tokenizer, files[rank], readings[rank])
+            return build(tokenizer, files[rank], readings[rank])
         except ValueError as error:
-            made[rank] = error
+            return error
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(files))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
+    with ThreadPoolExecutor(size) as pool:
+        made = list(pool.map(work, range(size), timeout=WAIT_S))
     return made, [reading.num_finds for reading in readings]
 
 
-def test_one_rank_looks_for_all(tokenizer, tmp_path):
-    file = write(tmp_path / "rows.jsonl", *PROMPTS)
+def test_one_rank_looks_for_all(tokenizer, file):
     tasks, finds = together([file] * 3, tokenizer)
     assert finds == [1, 0, 0]
     assert all(same(task, build(tokenizer, file)) for task in tasks)
 
 
-def test_a_rank_with_other_rows_finds_its_own_and_so_is_found_out(tokenizer, tmp_path):
-    files = [write(tmp_path / "a.jsonl", *PROMPTS), write(tmp_path / "b.jsonl", *PROMPTS[1:], "7")]
-    tasks, finds = together(files, tokenizer)
+def test_a_rank_with_other_rows_finds_its_own_and_so_is_found_out(tokenizer, tmp_path, file):
+    tasks, finds = together([file, write(tmp_path / "b.jsonl", *PROMPTS[1:], "7")], tokenizer)
     assert finds == [1, 1] and tasks[0].train_digest != tasks[1].train_digest
 
 
-def test_what_is_wrong_with_the_rows_ends_all_ranks(tokenizer, tmp_path):
-    file = write(tmp_path / "rows.jsonl", *PROMPTS)
+def test_what_is_wrong_with_the_rows_ends_all_ranks(tokenizer, file):
     file.write_text(file.read_text() + "{")
     (told, other), finds = together([file, file], tokenizer)
     assert finds == [1, 0]
