@@ -115,6 +115,8 @@ def test_parts_come_back_bit_for_bit_in_their_types(tmp_path):
             assert loaded[key] == value
     assert load_part(path, "trainer", 0)["version"] == 20
     assert (ranks_of(path, "trainer"), ranks_of(path, "controller")) == ([0, 1], [0])
+    with pytest.raises(CheckpointError, match="no state of critic, only of controller, trainer"):
+        ranks_of(path, "critic")
 
 
 def test_tickets_in_work_are_those_that_any_part_names(tmp_path):
@@ -146,12 +148,6 @@ def test_state_that_would_not_come_back_the_same_is_refused(tmp_path, value):
     leader, _ = checkpointers(tmp_path)
     with pytest.raises(TypeError, match="trainer.rank0: odd|trainer: odd"):
         leader.save_part(1, "trainer", 0, {"odd": value})
-
-
-def test_a_station_that_the_checkpoint_does_not_know_is_an_error(tmp_path):
-    path = save(*checkpointers(tmp_path), 20)
-    with pytest.raises(CheckpointError, match="no state of critic, only of controller, trainer"):
-        ranks_of(path, "critic")
 
 
 def test_of_a_part_only_what_is_asked_for_is_read(tmp_path):
@@ -358,17 +354,12 @@ def test_what_the_manifest_says_of_itself_is_checked(tmp_path, was, now):
     assert verify(path) == ["manifest.json: its contents have changed (SHA-256)"]
 
 
-def test_when_all_are_damaged_a_resume_does_not_start_over_in_silence(tmp_path):
-    path = save(*checkpointers(tmp_path), 20)
-    (path / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match="no checkpoint is whole"):
-        find("auto", tmp_path)
-
-
-def test_a_renamed_checkpoint_is_damaged(tmp_path):
+def test_a_renamed_checkpoint_is_damaged_and_without_a_whole_one_nothing_is_resumed(tmp_path):
     path = save(*checkpointers(tmp_path), 20)
     moved = path.rename(path.with_name("step_99"))
     assert verify(moved) == ["manifest.json: is of step 20"]
+    with pytest.raises(CheckpointError, match="no checkpoint is whole"):
+        find("auto", tmp_path)
 
 
 def test_the_one_asked_for_is_used_or_refused_and_never_another(tmp_path):

@@ -271,15 +271,12 @@ def test_a_beginning_without_room_fails_itself_and_not_its_group(engine_of):
     engine._prompt_of = lambda stream, ticket: prompts[ticket]
     for ticket, prompt in enumerate(prompts):
         engine.submit(ticket, prompt.prompt_ids, SamplingParams(30, stop_token_ids=(EOS,)))
-    reasons = {c.ending.reason for c in drain(engine).values()}
-    assert reasons == {"completed", "context"}
-
-
-def test_a_beginning_without_room_is_an_error_and_has_a_token_for_its_version(engine_of):
-    crowded = scripted(engine_of, "1", name="Talkative", prompt=OWN, most=2)
-    assert crowded.ending.reason == "context"
-    assert "100 tokens" in crowded.ending.error or "2 tokens" in crowded.ending.error
-    assert crowded.loss_mask.tolist() == [False] and crowded.policy_versions.tolist() == [4]
+    found = drain(engine).values()
+    assert {completion.ending.reason for completion in found} == {"completed", "context"}
+    for crowded in (completion for completion in found if completion.ending.reason == "context"):
+        assert "100 tokens" in crowded.ending.error
+        # A token for its version.
+        assert crowded.loss_mask.tolist() == [False] and crowded.policy_versions.tolist() == [4]
 
 
 def test_the_rewards_of_turns_add_up(engine_of):
@@ -563,28 +560,6 @@ PLAIN = Prompt(ROW.prompt_ids, ROW.text, {**ROW.meta, SET_KEY: "sums", REWARD_KE
 SHORT = dataclasses.replace(TURNS, max_new_tokens=6, stop_token_ids=(EOS,))
 
 
-def mixed(engine_of):
-    """An engine whose ticket 7 is played and whose ticket 8 is not."""
-    engine = played(engine_of)
-    engine._prompt_of = lambda stream, ticket: OWN if ticket == 7 else PLAIN
-    engine._is_played = lambda prompt: section_of(prompt) == "task"
-    return engine
-
-
-@pytest.mark.parametrize("stop_at", [1, 4])
-def test_what_is_not_played_may_be_aborted(engine_of, stop_at):
-    engine = mixed(engine_of)
-    engine.submit(7, OWN.prompt_ids, TURNS)
-    engine.submit(8, PLAIN.prompt_ids, SHORT, stream=1)
-    done = drain(engine, chunk=1, stop_at=stop_at)
-    left = 3 - sum(key[1] == 8 for key in done)
-    assert engine.abort(8, stream=1) == left
-    aborted = [c for _, c in engine.pop_finished() if c.ticket == 8]
-    assert [c.finish_reason for c in aborted] == ["aborted"] * left
-    rest = drain(engine)
-    assert {key[1] for key in rest} <= {7} and not engine.num_live
-
-
 def test_a_dialogue_that_waits_for_its_environment_holds_no_slot(engine_of):
     engine = played(engine_of)
     assert engine.free_slots == 8
@@ -606,7 +581,7 @@ def of_part(name):
 
 def several(engine_of, *, reproducible=False):
     """An engine whose tickets 7 and 9 are played by two environments, and whose ticket 8 is not."""
-    engine = mixed(engine_of)
+    engine = played(engine_of)
     engine._dialogues.close()
     parts = {
         "task.parts.echo": environment_of("Echo"),
@@ -621,18 +596,18 @@ def several(engine_of, *, reproducible=False):
     return engine
 
 
-def all_three(engine):
+def begin_three(engine):
     engine.submit(9, OWN.prompt_ids, TURNS)
     engine.submit(8, PLAIN.prompt_ids, SHORT, stream=1)
     engine.submit(7, OWN.prompt_ids, TURNS)
+    return engine
 
 
 @pytest.mark.parametrize("reproducible", [False, True])
 def test_each_prompt_is_played_by_the_environment_of_its_section(
     engine_of, undisturbed, reproducible
 ):
-    engine = several(engine_of, reproducible=reproducible)
-    all_three(engine)
+    engine = begin_three(several(engine_of, reproducible=reproducible))
     assert engine.num_live == 9
     found = drain(engine, wait=engine.wait)
     assert tokens_of(found) == tokens_of(undisturbed)
@@ -648,8 +623,7 @@ def test_each_prompt_is_played_by_the_environment_of_its_section(
 def test_dialogues_with_several_environments_go_on_elsewhere_and_may_be_aborted(
     engine_of, undisturbed
 ):
-    first = several(engine_of)
-    all_three(first)
+    first = begin_three(several(engine_of))
     done = drain(first, chunk=1, stop_at=4, wait=first.wait)
     left = first.export_partials()
     second = several(engine_of)
@@ -657,11 +631,14 @@ def test_dialogues_with_several_environments_go_on_elsewhere_and_may_be_aborted(
         second.submit_partial(partial_)
     found = done | drain(second, chunk=1, wait=second.wait)
     assert tokens_of(found) == tokens_of(undisturbed)
-    ended = {(0, 9, partial_.sample_index) for partial_ in left if partial_.ticket == 9}
-    assert first.abort(9, stream=0) == len(ended)
+    aborted = {}
+    for ticket, stream in ((9, 0), (8, 1)):
+        ended = {p.sample_index for p in left if p.ticket == ticket}
+        assert ended and first.abort(ticket, stream=stream) == len(ended)
+        aborted |= dict.fromkeys(((stream, ticket, index) for index in ended), "aborted")
     rest = drain(first, wait=first.wait)
-    assert of_ticket(rest, 9).keys() == ended
-    assert all(rest[key].ending.reason == "aborted" for key in ended)
+    assert {key: c.finish_reason for key, c in rest.items() if key[1] != 7} == aborted
+    assert {key[1] for key in rest} == {7, 8, 9} and not first.num_live
 
 
 class Acting:
