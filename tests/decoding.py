@@ -1,4 +1,4 @@
-"""A small random decoder, an engine's completions, and what one forward says of them."""
+"""Decoders of a directory or drawn, an engine's completions, and what one forward says of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 
 from llamarl.machine.kernels import library
 from llamarl.models.attention import PackedAttention
-from llamarl.models.build import build_decoder
+from llamarl.models.build import build_decoder, read_config
+from llamarl.models.hf import load_weights
 from tests.build.model_config import model_config
 from tests.tolerances import of_logprobs
 
@@ -37,6 +38,17 @@ def random_decoder(seed=0, config=CONFIG, scale=0.3):
     return decoder
 
 
+def our_decoder(path, **options):
+    """The decoder of a directory."""
+    return load_weights(build_decoder(read_config(path), **options), path)
+
+
+def whole_logits(decoder, ids):
+    """[L, V] of a sequence alone."""
+    context = PackedAttention(torch.tensor([0, ids.numel()]))
+    return decoder(ids, torch.arange(ids.numel()), context)
+
+
 def needs_kernels():
     if library("decode", "-fopenmp") is None:
         pytest.skip("no C compiler, or LLAMARL_NATIVE=0")
@@ -60,9 +72,7 @@ def full_forward_logits(decoder, completion):
     """[L, V] that the completion's tokens were chosen from, by one forward over all of it."""
     ids = torch.cat([completion.prompt_ids, completion.token_ids])
     with torch.no_grad():
-        logits = decoder(
-            ids, torch.arange(ids.numel()), PackedAttention(torch.tensor([0, ids.numel()]))
-        )
+        logits = whole_logits(decoder, ids)
     return logits[completion.prompt_ids.numel() - 1 : -1]
 
 

@@ -19,15 +19,14 @@ from executors.reference import Reference
 from llamarl.ddma.channel import RESET, send_reset
 from llamarl.errors import NotFinite, TimedOut
 from llamarl.executor import ExecutorGroup
-from llamarl.models.attention import PackedAttention
-from llamarl.models.build import build_decoder, read_config
-from llamarl.models.hf import load_weights, named_parameters_hf
+from llamarl.models.hf import named_parameters_hf
 from llamarl.scoring import sharded
 from llamarl.scoring.ahead import LogprobHead, StreamSettings
 from llamarl.scoring.growing import Piece
 from llamarl.types import Group, Prompt, ReferencePolicy, Stretch
 from tests.build.group import build_group
 from tests.build.model_directory import write_model
+from tests.decoding import our_decoder, whole_logits
 from tests.executors.fakes import FakeControl, FakeStream, give, seat
 from tests.tolerances import rounding
 
@@ -81,13 +80,12 @@ def scored(ours, g):
 @torch.no_grad()
 def one_by_one(path, g, temperature=1.0):
     """Every token's logprob from whole logits of its own sequence."""
-    decoder, out = load_weights(build_decoder(read_config(path)), path), []
+    decoder, out = our_decoder(path), []
     for completion in g.token_ids.split(g.lengths.tolist()):
         tokens = torch.cat([g.prompt_ids, completion])
-        alone = PackedAttention(torch.tensor([0, len(tokens)]))
-        logits = decoder(tokens, torch.arange(len(tokens)), alone) / temperature
-        logprobs = logits.log_softmax(-1)[len(g.prompt_ids) - 1 : -1]
-        out.append(logprobs.gather(1, completion[:, None])[:, 0])
+        logprobs = (whole_logits(decoder, tokens) / temperature).log_softmax(-1)
+        of_completion = logprobs[len(g.prompt_ids) - 1 : -1]
+        out.append(of_completion.gather(1, completion[:, None])[:, 0])
     return torch.cat(out)
 
 

@@ -2,24 +2,21 @@
 none is due.
 """
 
-from functools import partial
-from pathlib import Path
-
 import pytest
 import torch
 
-import llamarl
 from llamarl.inference import Engine, SamplingParams
 from llamarl.learning.losses.policy_gradient import policy_gradient
 from llamarl.learning.optim import build_optimizer
 from llamarl.learning.update import PolicyUpdate, UpdateSettings
-from llamarl.models.build import build_decoder, read_config
-from llamarl.models.hf import load_tokenizer, load_weights, named_parameters_hf
+from llamarl.models.config import tiny_directory
+from llamarl.models.hf import load_tokenizer, named_parameters_hf
 from llamarl.models.parity import ParityLimits
 from llamarl.types import Group, Outcome
+from tests.decoding import our_decoder
 from tests.engines import load
 
-TINY = Path(llamarl.__file__).parent / "models" / "tiny"
+TINY = tiny_directory()
 TOLERANCE = 1e-3  # trainer.parity_tolerance
 
 
@@ -40,8 +37,8 @@ def update_of(decoder, recomputes_kv):
     optimizer = build_optimizer(
         decoder.parameters(), lr=5e-5, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
     )
-    loss = partial(policy_gradient)
-    return PolicyUpdate(decoder, optimizer, loss, settings, group=None, device=torch.device("cpu"))
+    ends = {"group": None, "device": torch.device("cpu")}
+    return PolicyUpdate(decoder, optimizer, policy_gradient, settings, **ends)
 
 
 def finished(engine):
@@ -58,7 +55,7 @@ def finished(engine):
 @pytest.mark.parametrize("recompute_kv", [False, True])
 def test_a_run_goes_on_when_completions_span_a_swap(recompute_kv):
     tokenizer = load_tokenizer(TINY)
-    decoder = load_weights(build_decoder(read_config(TINY), device="cpu"), TINY).train()
+    decoder = our_decoder(TINY, device="cpu").train()
     engine = Engine.from_hf(TINY, dtype="float32", max_slots=128, max_len=32, device="cpu")
     update = update_of(decoder, recompute_kv)
 
@@ -74,12 +71,8 @@ def test_a_run_goes_on_when_completions_span_a_swap(recompute_kv):
     engine.step(1)
     fresh = update.run(first, 0, lambda: False)
     assert fresh["parity/logprob_diff_max"] < TOLERANCE
-    load(
-        engine,
-        {name: p.detach() for name, p in named_parameters_hf(decoder)},
-        1,
-        recompute_kv=recompute_kv,
-    )
+    weights = {name: p.detach() for name, p in named_parameters_hf(decoder)}
+    load(engine, weights, 1, recompute_kv=recompute_kv)
     second = finished(engine)
     assert all(set(group.policy_versions.tolist()) == {0, 1} for group in second)
     row = update.run(second, 1, lambda: False)

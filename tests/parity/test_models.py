@@ -1,8 +1,12 @@
-"""The decoder against transformers, and model directories in and out."""
+"""The decoder against transformers: what models compute, sample, learn, quantise and adapt, alone
+and packed, and model directories in and out.
+
+Scores: test_scorers.py; what a config.json may say: test_resolved.py; ranks:
+test_tensor_parallel.py.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 
@@ -21,95 +25,76 @@ from transformers import (
     SeedOssConfig,
 )
 
+from llamarl.inference import Engine, SamplingParams, generate
+from llamarl.inference.decode import NativeDecode
 from llamarl.models import attention, hf
 from llamarl.models.attention import PackedAttention, Rotary
 from llamarl.models.build import build_decoder, read_config
-from llamarl.models.config import tiny_directory
+from llamarl.models.config import Lora, tiny_directory
 from llamarl.models.families import FAMILIES, Family
+from llamarl.models.loading import training_decoder
+from llamarl.models.lora import LoraLinear, adapters_of
+from llamarl.models.peft import export_adapted
 from llamarl.models.protocol import LanguageModel
+from llamarl.models.quantize import QuantizedLinear, quantize_decoder
 from llamarl.models.sharding import num_parameters, parameter_shapes
+from tests.decoding import our_decoder, whole_logits
 from tests.protocols import missing_members
 from tests.random_models import SIZES, save_drawn
-from tests.tolerances import rounding
+from tests.tolerances import assert_same_greedy, margins_of, rounding
 
 pytestmark = [pytest.mark.machine, pytest.mark.usefixtures("float32_products")]
 
 # The longest sum (the feed-forward's), the layers and how the logits of the models below deviate.
 LOGITS = rounding(terms=SIZES["intermediate_size"], depth=2 * SIZES["num_hidden_layers"], size=2.0)
 GRADIENTS = 1e-7  # of a mean over tokens, in float64 (but the norms and rotary tables are float32)
-SHARED_GRADIENTS = rounding(
-    terms=1, depth=2 * 3
-)  # of the largest gradient: norms and rotary tables alone are float32
+# Of the largest gradient: norms and rotary tables alone are float32.
+SHARED_GRADIENTS = rounding(terms=1, depth=2 * 3)
+# Of a parameter's largest, in float32: width, and the layers there and back.
+FLOAT32_GRADIENTS = rounding(terms=48, depth=2 * 2 * 3)
 EMBEDDING = "model.embed_tokens.weight"
 LENGTH = 60  # tokens; beyond the original context of the llama3 scaling below
+CPU = torch.device("cpu")
 
-LLAMA3_ROPE = {
+LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
+LLAMA3_ROPE = LINEAR | {
     "rope_type": "llama3",
-    "rope_theta": 500.0,
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 500.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+YARN = LINEAR | {"rope_type": "yarn", "original_max_position_embeddings": 32}
+BOUNDS = {"truncate": False, "beta_fast": 3.0, "beta_slow": 0.4}
+BOUNDS |= {"mscale": 0.7, "mscale_all_dim": 0.4}
+TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+SEQUENTIAL = {"use_parallel_residual": False, "rotary_emb_base": 500}
+LONG = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+GELU = {"activation_function": "gelu", "layer_norm_epsilon": 1e-3}
 # Models whose rotary embedding is scaled.
-SCALED = (
-    "llama_llama3_rope",
-    "llama_linear_rope",
-    "qwen2_yarn",
-    "llama_yarn_bounds",
-    "llama_yarn_factor",
-)
-CONFIGS = {
-    "llama_tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
-    "llama_untied": LlamaConfig(**SIZES, tie_word_embeddings=False, rms_norm_eps=1e-3),
+SCALED = {
     "llama_llama3_rope": LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE),
-    "llama_linear_rope": LlamaConfig(
-        **SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
-    ),
-    "llama_without_groups": LlamaConfig(
-        **SIZES | {"num_key_value_heads": 6}, tie_word_embeddings=False, rms_norm_eps=1e-5
-    ),  # Llama 2
-    "llama_llama3_rope_tied": LlamaConfig(
-        **SIZES, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True
-    ),  # Llama 3.2
-    "mistral": MistralConfig(**SIZES, sliding_window=None, head_dim=16),
-    "mistral_short_context": MistralConfig(
-        **SIZES, sliding_window=128, rope_parameters={"rope_type": "default", "rope_theta": 1e6}
-    ),
-    "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
-    "qwen2_untied": Qwen2Config(**SIZES, tie_word_embeddings=False),
+    "llama_linear_rope": LlamaConfig(**SIZES, rope_parameters=LINEAR),
     "qwen2_yarn": Qwen2Config(**SIZES, rope_parameters=YARN),  # Qwen2.5 at 128 k
-    "qwen3": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
-    "qwen3_untied": Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=False),
-    "gpt_neox": GPTNeoXConfig(**SIZES, rotary_pct=0.5),
-    "gpt_neox_sequential": GPTNeoXConfig(
-        **SIZES, rotary_pct=1.0, use_parallel_residual=False, rotary_emb_base=500
-    ),
-    "gpt_neox_tied": GPTNeoXConfig(
-        **SIZES, rotary_pct=0.25, hidden_act="gelu_fast", tie_word_embeddings=True
-    ),
-    "gpt2": GPT2Config(**SIZES, n_inner=80),
-    "gpt2_untied": GPT2Config(
-        **SIZES, activation_function="gelu", layer_norm_epsilon=1e-3, tie_word_embeddings=False
-    ),
-    "llama_yarn_bounds": LlamaConfig(
-        **SIZES,
-        rope_parameters=YARN
-        | {
-            "truncate": False,
-            "beta_fast": 3.0,
-            "beta_slow": 0.4,
-            "mscale": 0.7,
-            "mscale_all_dim": 0.4,
-        },
-    ),
+    "llama_yarn_bounds": LlamaConfig(**SIZES, rope_parameters=YARN | BOUNDS),
     "llama_yarn_factor": LlamaConfig(**SIZES, rope_parameters=YARN | {"attention_factor": 1.3}),
+}
+CONFIGS = SCALED | {
+    "llama_tied": LlamaConfig(**SIZES, **TIED),
+    "llama_untied": LlamaConfig(**SIZES, **UNTIED, rms_norm_eps=1e-3),
+    "llama_2": LlamaConfig(**SIZES | {"num_key_value_heads": 6}, **UNTIED, rms_norm_eps=1e-5),
+    "llama_3_2": LlamaConfig(**SIZES, **TIED, rope_parameters=LLAMA3_ROPE),
+    "mistral": MistralConfig(**SIZES, sliding_window=None, head_dim=16),
+    "mistral_short_context": MistralConfig(**SIZES, sliding_window=128, **LONG),
+    "qwen2": Qwen2Config(**SIZES, **TIED),
+    "qwen2_untied": Qwen2Config(**SIZES, **UNTIED),
+    "qwen3": Qwen3Config(**SIZES, **TIED, head_dim=16),
+    "qwen3_untied": Qwen3Config(**SIZES, **UNTIED, head_dim=8),
+    "gpt_neox": GPTNeoXConfig(**SIZES, rotary_pct=0.5),
+    "gpt_neox_sequential": GPTNeoXConfig(**SIZES, **SEQUENTIAL, rotary_pct=1.0),
+    "gpt_neox_tied": GPTNeoXConfig(**SIZES, **TIED, rotary_pct=0.25, hidden_act="gelu_fast"),
+    "gpt2": GPT2Config(**SIZES, n_inner=80),
+    "gpt2_untied": GPT2Config(**SIZES, **UNTIED, **GELU),
 }
 
 
@@ -131,31 +116,31 @@ def copied(directories, tmp_path):
     return shutil.copytree(directories["llama_untied"], tmp_path / "copied")
 
 
-def ours(path):
-    return hf.load_weights(build_decoder(read_config(path)), path)
-
-
 def theirs(path):
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
+def logits_of_theirs(path, tokens):
+    with torch.no_grad():
+        return theirs(path)(tokens[None]).logits[0]
+
+
 def random_tokens(length=LENGTH, seed=1):
-    return torch.randint(
-        SIZES["vocab_size"], (length,), generator=torch.Generator().manual_seed(seed)
-    )
-
-
-def whole(decoder, tokens):
-    return decoder(
-        tokens, torch.arange(tokens.numel()), PackedAttention(torch.tensor([0, tokens.numel()]))
-    )
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(SIZES["vocab_size"], (length,), generator=draw)
 
 
 def file_tensors(path):
     found = {}
     for file in sorted(path.glob("*.safetensors")):
-        found |= {k: v for k, v in load_file(file).items()}
+        found |= load_file(file)
     return found
+
+
+def export(path, out, dtype=torch.float32):
+    """Export the decoder of a directory."""
+    hf.export(hf.named_parameters_hf(our_decoder(path)), path, out, dtype=dtype)
+    return out
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -164,10 +149,10 @@ def test_a_model_is_transformers_and_its_directory_comes_out_as_it_went_in(
     directories, tmp_path, name
 ):
     path, tokens = directories[name], random_tokens()
-    decoder = ours(path)
+    decoder = our_decoder(path)
     config = decoder.config
-    want = theirs(path)(tokens[None]).logits[0]
-    got = whole(decoder, tokens)
+    want = logits_of_theirs(path, tokens)
+    got = whole_logits(decoder, tokens)
     assert want.std() > 0.3
     # A scaling of queries and keys makes scores larger, and so what rounding is left of them.
     scaling = getattr(CONFIGS[name], "rope_parameters", None) or {}
@@ -181,8 +166,7 @@ def test_a_model_is_transformers_and_its_directory_comes_out_as_it_went_in(
     assert len(decoder.layers) == config.num_hidden_layers
     assert decoder.output_weight.shape == shapes[EMBEDDING]
 
-    hf.export(hf.named_parameters_hf(decoder), path, tmp_path / "out", dtype=torch.float32)
-    before, after = file_tensors(path), file_tensors(tmp_path / "out")
+    before, after = file_tensors(path), file_tensors(export(path, tmp_path / "out"))
     assert after.keys() == before.keys()
     assert all(torch.equal(after[key], before[key]) for key in before)
     assert read_config(tmp_path / "out") == read_config(path)
@@ -190,24 +174,11 @@ def test_a_model_is_transformers_and_its_directory_comes_out_as_it_went_in(
     if name in SCALED:
         # Otherwise parity would not show a scaling that is ignored.
         decoder.rotary = Rotary(config.head_dim, config.rope_theta, None)
-        assert (whole(decoder, tokens) - got).abs().max() > 100 * LOGITS
-
-
-@torch.no_grad()
-def test_an_older_transformers_config_reads_the_same(directories, tmp_path):
-    path = shutil.copytree(directories["llama_linear_rope"], tmp_path / "older")
-    raw = json.loads((path / "config.json").read_text())
-    del raw["rope_parameters"]
-    (path / "config.json").write_text(
-        json.dumps(raw | {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 4.0}})
-    )
-    tokens = random_tokens()
-    want = whole(ours(directories["llama_linear_rope"]), tokens)
-    assert (whole(ours(path), tokens) - want).abs().max() <= LOGITS
+        assert (whole_logits(decoder, tokens) - got).abs().max() > 100 * LOGITS
 
 
 def test_a_member_that_is_missing_is_named(directories):
-    decoder = ours(directories["llama_tied"])
+    decoder = our_decoder(directories["llama_tied"])
     del decoder.layers
     assert "layers" in missing_members(decoder, LanguageModel)  # and what is told by them
 
@@ -221,32 +192,34 @@ def test_a_family_of_llamas_blocks_is_one_entry(tmp_path, monkeypatch):
         read_config(path)
     monkeypatch.setitem(FAMILIES, "SeedOss", Family(qkv_bias=True))
     tokens = random_tokens()
-    want = theirs(path)(tokens[None]).logits[0]
-    assert (whole(ours(path), tokens) - want).abs().max() <= LOGITS
+    want = logits_of_theirs(path, tokens)
+    assert (whole_logits(our_decoder(path), tokens) - want).abs().max() <= LOGITS
+
+
+# --- Directories ---
 
 
 @pytest.mark.parametrize("name", ["llama_untied", "gpt_neox"])
 @torch.no_grad()
 def test_sharded_export_loads_in_transformers_and_here(directories, tmp_path, monkeypatch, name):
     monkeypatch.setattr(hf, "SHARD_BYTES", 60_000)
-    out, tokens = tmp_path / "out", random_tokens()
-    hf.export(
-        hf.named_parameters_hf(ours(directories[name])), directories[name], out, dtype=torch.float32
-    )
+    out, tokens = export(directories[name], tmp_path / "out"), random_tokens()
     shards = sorted(out.glob("model-*.safetensors"))
     assert len(shards) > 2 and not (out / "model.safetensors").exists()
     assert all(shard.stat().st_size < 70_000 for shard in shards)
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == {shard.name for shard in shards}
-    want = theirs(directories[name])(tokens[None]).logits[0]
-    assert (theirs(out)(tokens[None]).logits[0] - want).abs().max() <= LOGITS
-    assert (whole(ours(out), tokens) - want).abs().max() <= LOGITS
+    want = logits_of_theirs(directories[name], tokens)
+    assert (logits_of_theirs(out, tokens) - want).abs().max() <= LOGITS
+    assert (whole_logits(our_decoder(out), tokens) - want).abs().max() <= LOGITS
+    shards[1].unlink()
+    with pytest.raises(FileNotFoundError, match=shards[1].name):
+        our_decoder(out)
 
 
 def test_export_rounds_to_the_dtype_and_says_so(directories, tmp_path):
-    source, out = directories["qwen2"], tmp_path / "out"
-    hf.export(hf.named_parameters_hf(ours(source)), source, out, dtype=torch.bfloat16)
-    want = {key: value.bfloat16() for key, value in file_tensors(source).items()}
+    out = export(directories["qwen2"], tmp_path / "out", torch.bfloat16)
+    want = {key: value.bfloat16() for key, value in file_tensors(directories["qwen2"]).items()}
     assert all(torch.equal(value, want[key]) for key, value in file_tensors(out).items())
     assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
 
@@ -256,22 +229,15 @@ def test_truncated_safetensors_is_named(copied, end):
     file = copied / "model.safetensors"
     file.write_bytes(file.read_bytes()[:end])
     with pytest.raises(ValueError, match="copied/model.safetensors: not a whole safetensors file"):
-        ours(copied)
-
-
-def rewrite(path, change):
-    tensors = load_file(path / "model.safetensors")
-    change(tensors)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+        our_decoder(copied)
 
 
 def test_all_misfitting_tensors_are_named_at_once(copied):
-    def damage(tensors):
-        del tensors["model.layers.1.mlp.up_proj.weight"]
-        tensors["model.norm.weight"] = torch.ones(3)
-        tensors["model.layers.0.self_attn.q_norm.weight"] = torch.ones(8)
-
-    rewrite(copied, damage)
+    tensors = load_file(copied / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    tensors["model.norm.weight"] = torch.ones(3)
+    tensors["model.layers.0.self_attn.q_norm.weight"] = torch.ones(8)
+    save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
     decoder = build_decoder(read_config(copied), device="cpu")
     before = {name: p.clone() for name, p in decoder.named_parameters()}
     with pytest.raises(ValueError) as caught:
@@ -282,74 +248,161 @@ def test_all_misfitting_tensors_are_named_at_once(copied):
         "model.layers.0.self_attn.q_norm.weight: not in this architecture",
     ):
         assert line in str(caught.value)
-    assert all(
-        p.equal(before[name]) or p.isnan().any() for name, p in decoder.named_parameters()
-    ), "loaded by halves"
-
-
-def test_a_shard_that_the_index_names_but_is_absent_is_named(directories, tmp_path, monkeypatch):
-    monkeypatch.setattr(hf, "SHARD_BYTES", 60_000)
-    source = directories["llama_untied"]
-    hf.export(hf.named_parameters_hf(ours(source)), source, tmp_path / "out", dtype=torch.float32)
-    lost = sorted((tmp_path / "out").glob("model-*.safetensors"))[1]
-    lost.unlink()
-    with pytest.raises(FileNotFoundError, match=lost.name):
-        ours(tmp_path / "out")
+    for name, p in decoder.named_parameters():
+        assert p.equal(before[name]) or p.isnan().any(), f"{name} is loaded, and others are not"
 
 
 def test_a_pickled_model_is_refused(copied):
     (copied / "model.safetensors").rename(copied / "pytorch_model.bin")
     with pytest.raises(FileNotFoundError, match="safetensors only"):
-        ours(copied)
+        our_decoder(copied)
 
 
-CONFIG_ERRORS = {
-    "architecture": (
-        {"architectures": ["BloomForCausalLM"]},
-        "BloomForCausalLM is not supported; supported: LlamaForCausalLM, .*docs/models.md",
-    ),
-    "missing": ({"hidden_size": None}, "missing field hidden_size"),
-    "activation": ({"hidden_act": "gelu"}, "hidden_act gelu"),
-    "window": (
-        {"architectures": ["MistralForCausalLM"], "sliding_window": 32},
-        "sliding-window attention is not supported",
-    ),
-    "rope": (
-        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
-        "'longrope' is not supported",
-    ),
-    "rope_field": (
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
-        "'yarn' lacks factor",
-    ),
-    "biases": ({"attention_bias": True}, "attention_bias=True is not supported"),
-    "mlp_biases": ({"mlp_bias": True}, "mlp_bias=True is not supported"),
-    "silent_window": (
-        {
-            "architectures": ["MistralForCausalLM"],
-            "sliding_window": None,
-            "max_position_embeddings": 9000,
-        },
-        "sliding-window",
-    ),
-}
+def test_older_directories_of_gpt2_leave_out_how_names_begin_and_keep_masks(directories, tmp_path):
+    path, tokens = shutil.copytree(directories["gpt2"], tmp_path / "older"), random_tokens()
+    want = whole_logits(our_decoder(path), tokens)
+    file = path / "model.safetensors"
+    older = {name.removeprefix("transformer."): x for name, x in load_file(file).items()}
+    for layer in range(SIZES["num_hidden_layers"]):
+        older[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 128, 128)
+    save_file(older, file)
+    raw = json.loads((path / "config.json").read_text())
+    del raw["tie_word_embeddings"]  # which transformers takes to be true
+    (path / "config.json").write_text(json.dumps(raw))
+    assert (whole_logits(our_decoder(path), tokens) - want).abs().max() <= LOGITS
 
 
-@pytest.mark.parametrize("name", CONFIG_ERRORS)
-def test_unsupported_configs_say_what_is_wrong(copied, name):
-    changes, message = CONFIG_ERRORS[name]
-    raw = json.loads((copied / "config.json").read_text()) | changes
-    (copied / "config.json").write_text(json.dumps({k: v for k, v in raw.items() if v is not None}))
-    with pytest.raises(ValueError, match=message):
-        build_decoder(read_config(copied))
+def test_an_exported_directory_has_all_named_templates(tmp_path):
+    model = shutil.copytree(tiny_directory(), tmp_path / "model")
+    tokenizer = hf.load_tokenizer(model)
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "+{{ messages }}"}
+    tokenizer.save_pretrained(model)
+    weights = load_file(model / "model.safetensors")
+    hf.export(weights.items(), model, tmp_path / "out", dtype=torch.bfloat16)
+    assert hf.load_tokenizer(tmp_path / "out").chat_template == tokenizer.chat_template
 
 
-def test_a_config_that_is_absent_or_broken_is_named(copied, tmp_path):
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        read_config(tmp_path / "nowhere")
-    (copied / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="copied/config.json: not JSON"):
+def test_a_named_template_that_links_out_of_the_directory_is_refused(copied, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("of this machine")
+    (copied / "additional_chat_templates").mkdir()
+    (copied / "additional_chat_templates" / "a.jinja").symlink_to(secret)
+    with pytest.raises(ValueError, match="additional_chat_templates/a.jinja: a link to"):
         read_config(copied)
+
+
+# --- Families whose layers are not Llama's: what their models sample, learn, quantise and adapt ---
+
+
+@pytest.fixture(params=["qwen3_untied", "gpt_neox", "gpt2"])
+def directory(request, directories):
+    return directories[request.param]
+
+
+PROMPTS = [[1, 5, 9], [1, 7], [3], [2, 4, 6, 8, 10, 12, 14]]
+TOKENS = torch.arange(24) * 7 % 52 + 1
+
+
+def trained(path, dtype=torch.float32, **settings):
+    return training_decoder(path, mesh=None, device=CPU, compute_dtype=dtype, **settings)
+
+
+def loss_of(logits):
+    return F.cross_entropy(logits[:-1].float(), TOKENS[1:])
+
+
+@torch.no_grad()
+def test_greedy_completions_are_those_of_transformers(directory):
+    """Prompts of unlike lengths in fewer slots than there are prompts."""
+    model = theirs(directory)
+    greedy = SamplingParams(40, temperature=0.0, stop_token_ids=(2,))
+    engine = Engine(our_decoder(directory), max_slots=3, max_len=64)
+    for prompt, (completion,) in zip(PROMPTS, generate(engine, PROMPTS, greedy)):
+        how = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": 2, "pad_token_id": 0}
+        generated = model.generate(torch.tensor([prompt]), **how)
+        logits = model(generated).logits[0, len(prompt) - 1 : -1]
+        want = generated[0, len(prompt) :]
+        assert_same_greedy(completion.token_ids, want, margins_of(logits), LOGITS)
+
+
+def test_the_native_decoding_path_says_no_to_layers_that_it_does_not_compute(directory):
+    assert not NativeDecode.fits(our_decoder(directory), CPU, torch.float32)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_gradients_are_those_of_transformers(directory, recompute):
+    model = theirs(directory)
+    loss_of(model(TOKENS[None]).logits[0]).backward()
+    want = {name: p.grad for name, p in model.named_parameters()}
+    if model.config.model_type == "gpt_neox":  # its files call the head otherwise
+        want["embed_out.weight"] = want.pop("lm_head.weight")
+    decoder = trained(directory, activation_checkpointing=recompute)
+    loss_of(whole_logits(decoder, TOKENS)).backward()
+    gradients = ((name, p.grad) for name, p in hf.named_parameters_hf(decoder))
+    got = dict(hf.to_stored(gradients, decoder.config))
+    assert got.keys() == want.keys()
+    for name, gradient in want.items():
+        largest = gradient.abs().max().clamp(min=1e-3)
+        assert (got[name] - gradient).abs().max() <= FLOAT32_GRADIENTS * largest, name
+
+
+def test_bfloat16_masters_are_trained(directory):
+    """A single rank's mixed precision reaches every parameter."""
+    decoder, exact = trained(directory, torch.bfloat16), trained(directory)
+    for each in (decoder, exact):
+        loss_of(whole_logits(each, TOKENS)).backward()
+    for (name, p), (_, q) in zip(decoder.named_parameters(), exact.named_parameters()):
+        if q.grad.abs().max() < 1e-5:  # of a bias of keys without rotary: softmax cancels it
+            continue
+        likeness = F.cosine_similarity(p.grad.flatten(), q.grad.flatten(), dim=0)
+        assert likeness > 0.9, name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_quantised_projections_stay_near(directory, kind):
+    decoder = our_decoder(directory)
+    want = whole_logits(decoder, TOKENS).log_softmax(-1)
+    quantize_decoder(decoder, kind)
+    assert type(decoder.layers[0].attn.output_proj) is QuantizedLinear
+    got = whole_logits(decoder, TOKENS).log_softmax(-1)
+    kl = (want.exp() * (want - got)).sum(-1).mean()
+    assert 0 < kl < 0.1
+
+
+def test_adapters_train_and_merge(directory, tmp_path):
+    lora = Lora(rank=3, alpha=7.0, targets=("q_proj", "v_proj", "o_proj", "down_proj"), seed=5)
+    decoder = trained(directory, lora=lora)
+    loss_of(whole_logits(decoder, TOKENS)).backward()
+    adapters = [m for m in decoder.modules() if isinstance(m, LoraLinear)]
+    assert len(adapters) == 4 * 3
+    with torch.no_grad():
+        for adapter in adapters:
+            assert adapter.lora_b.grad.abs().max() > 0
+            adapter.lora_b.sub_(adapter.lora_b.grad)
+    out = tmp_path / "hf"
+    export_adapted(dict(adapters_of(decoder)), lora, directory, out, dtype=torch.float32)
+    assert (tmp_path / "adapter").is_dir() != bool(decoder.config.traits.names)
+    with torch.no_grad():
+        want = whole_logits(decoder, TOKENS)
+        assert (whole_logits(trained(directory), TOKENS) - want).abs().max() > 100 * LOGITS
+        assert (whole_logits(our_decoder(out), TOKENS) - want).abs().max() <= LOGITS
+        assert (logits_of_theirs(out, TOKENS) - want).abs().max() <= LOGITS
+
+
+def test_a_sequence_longer_than_the_learned_positions_is_refused(tmp_path):
+    path = make_directory(GPT2Config(**SIZES | {"max_position_embeddings": 16}), tmp_path)
+    decoder = our_decoder(path)
+    with pytest.raises(ValueError, match="24 tokens.* 16"):
+        whole_logits(decoder, TOKENS)
+    with pytest.raises(ValueError, match="max_len=17.* 16"):
+        Engine(decoder, max_slots=2, max_len=17)
+    full = SamplingParams(13, temperature=1.0)
+    for (completion,) in generate(Engine(decoder, max_slots=2, max_len=16), PROMPTS[:1], full):
+        assert completion.token_ids.numel() == 13
+
+
+# --- Packed sequences ---
 
 
 def use_kernels(monkeypatch, short, call):
@@ -358,10 +411,6 @@ def use_kernels(monkeypatch, short, call):
     """
     monkeypatch.setattr(attention, "SHORT", dict.fromkeys(attention.SHORT, short))
     monkeypatch.setattr(attention, "CALL", {"cpu": call, "cuda": call})
-
-
-def pack(lengths):
-    return torch.tensor([0, *lengths]).cumsum(0), torch.cat([torch.arange(n) for n in lengths])
 
 
 KERNELS = pytest.mark.parametrize(
@@ -379,18 +428,19 @@ def test_packed_sequences_give_their_separate_logits_and_gradients(
     directories, monkeypatch, name, lengths, short, call
 ):
     use_kernels(monkeypatch, short, call)
-    decoder, total = ours(directories[name]).double(), sum(lengths)
-    cu_seqlens, positions = pack(lengths)
+    decoder, total = our_decoder(directories[name]).double(), sum(lengths)
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    positions = torch.cat([torch.arange(n) for n in lengths])
     tokens, labels = random_tokens(total), random_tokens(total, seed=2)
 
     def backward(logits, labels):
-        (torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / total).backward()
+        (F.cross_entropy(logits, labels, reduction="sum") / total).backward()
 
     packed = decoder(tokens, positions, PackedAttention(cu_seqlens))
     backward(packed, labels)
     packed_gradients = [p.grad.clone() for p in decoder.parameters()]
     decoder.zero_grad()
-    separate = [whole(decoder, part) for part in tokens.split(lengths)]
+    separate = [whole_logits(decoder, part) for part in tokens.split(lengths)]
     for logits, part in zip(separate, labels.split(lengths)):
         backward(logits, part)
 
@@ -440,7 +490,7 @@ def test_completions_that_share_a_prompt_give_their_separate_logits_and_gradient
     directories, monkeypatch, case, short, call
 ):
     use_kernels(monkeypatch, short, call)
-    decoder = ours(directories["qwen2"]).double()
+    decoder = our_decoder(directories["qwen2"]).double()
     cu_seqlens, parents, positions, branches = group_layout(GROUPS[case])
     tokens = random_tokens(len(positions))
     draw = torch.Generator().manual_seed(0)
@@ -456,7 +506,7 @@ def test_completions_that_share_a_prompt_give_their_separate_logits_and_gradient
         return [p.grad.clone() for p in decoder.parameters()]
 
     shared = decoder(tokens, positions, PackedAttention(cu_seqlens, parents))
-    separate = [whole(decoder, tokens[branch]) for branch in branches]
+    separate = [whole_logits(decoder, tokens[branch]) for branch in branches]
     for branch, want in zip(branches, separate):
         assert (shared[branch] - want).abs().max() <= LOGITS
     got, want = backward([shared[branch] for branch in branches]), backward(separate)
@@ -465,57 +515,46 @@ def test_completions_that_share_a_prompt_give_their_separate_logits_and_gradient
     assert max((a - b).abs().max() for a, b in zip(got, want)) <= SHARED_GRADIENTS * largest
 
 
-def test_the_longest_position_may_be_a_prompts_or_a_completions():
+@pytest.mark.parametrize(
+    "lengths, parents, longest",
+    [([300, 5, 4], [-1, -1, 1], 300), ([30, 5, 4], [-1, 0, 0], 35), ([7, 3], None, 7)],
+)
+def test_the_longest_position_may_be_a_prompts_or_a_completions(lengths, parents, longest):
     """Rotary tables are made that long."""
-    for lengths, parents, longest in (
-        ([300, 5, 4], [-1, -1, 1], 300),
-        ([30, 5, 4], [-1, 0, 0], 35),
-        ([7, 3], None, 7),
-    ):
-        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
-        assert PackedAttention(cu_seqlens, parents and torch.tensor(parents)).longest == longest
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    assert PackedAttention(cu_seqlens, parents and torch.tensor(parents)).longest == longest
 
 
 @torch.no_grad()
 def test_a_prompt_longer_than_every_group_finds_its_positions(directories):
-    decoder, long = ours(directories["llama_untied"]), random_tokens(300)
+    decoder, long = our_decoder(directories["llama_untied"]), random_tokens(300)
     tokens, positions = torch.cat([long, long[:9]]), torch.cat([torch.arange(300), torch.arange(9)])
-    logits = decoder(
-        tokens,
-        positions,
-        PackedAttention(torch.tensor([0, 300, 305, 309]), torch.tensor([-1, -1, 1])),
-    )
-    assert (logits[:300] - whole(decoder, long)).abs().max() <= LOGITS
-    assert (logits[300:] - whole(decoder, long[:9])).abs().max() <= LOGITS
+    context = PackedAttention(torch.tensor([0, 300, 305, 309]), torch.tensor([-1, -1, 1]))
+    logits = decoder(tokens, positions, context)
+    assert (logits[:300] - whole_logits(decoder, long)).abs().max() <= LOGITS
+    assert (logits[300:] - whole_logits(decoder, long[:9])).abs().max() <= LOGITS
 
 
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("masked", [False, True], ids=["causal", "masked"])
 def test_plain_products_equal_the_fused_kernel(dtype, tolerance, masked):
-    generator = torch.Generator().manual_seed(0)
+    draw = torch.Generator().manual_seed(0)
     keys = 23 if masked else 17
-    q = torch.randn(5, 6, 17, 8, generator=generator).to(dtype).requires_grad_()
-    k, v = (
-        torch.randn(5, 2, keys, 8, generator=generator).to(dtype).requires_grad_() for _ in range(2)
-    )
+    shapes = (5, 6, 17, 8), (5, 2, keys, 8), (5, 2, keys, 8)
+    qkv = [torch.randn(shape, generator=draw).to(dtype).requires_grad_() for shape in shapes]
     mask = None
     if masked:
-        mask = torch.rand(5, 1, 17, keys, generator=generator) < 0.4
+        mask = torch.rand(5, 1, 17, keys, generator=draw) < 0.4
         mask[..., 0] = True  # each query sees something
-    want = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=not masked, enable_gqa=True
-    )
-    got = attention.masked_products(q, k, v, mask)
+    how = {"attn_mask": mask, "is_causal": not masked, "enable_gqa": True}
+    want = F.scaled_dot_product_attention(*qkv, **how)
+    got = attention.masked_products(*qkv, mask)
     assert got.dtype == dtype
     assert (got.double() - want.double()).abs().max() <= tolerance
-    upstream = torch.randn(got.shape, generator=generator).to(dtype)
-    for ours_, theirs_ in zip(
-        torch.autograd.grad(got, (q, k, v), upstream),
-        torch.autograd.grad(want, (q, k, v), upstream),
-    ):
-        assert (
-            ours_.double() - theirs_.double()
-        ).abs().max() <= 10 * tolerance  # sums over 17 queries and 3 heads
+    upstream = torch.randn(got.shape, generator=draw).to(dtype)
+    gradients = [torch.autograd.grad(out, qkv, upstream) for out in (got, want)]
+    for ours, theirs_ in zip(*gradients):  # sums over 17 queries and 3 heads
+        assert (ours.double() - theirs_.double()).abs().max() <= 10 * tolerance
 
 
 @pytest.mark.bitwise("a mask that is made once gives the bits of one that each layer makes")
@@ -542,47 +581,9 @@ def test_a_mask_that_is_made_once_gives_the_bits_of_bools_in_every_layer(dtype):
 
 
 def test_the_head_gets_normed_hidden_states_and_the_output_weight(directories):
-    decoder, tokens = ours(directories["llama_tied"]), random_tokens()
+    decoder, tokens = our_decoder(directories["llama_tied"]), random_tokens()
     context = PackedAttention(torch.tensor([0, LENGTH]))
-    hidden, weight = decoder(
-        tokens, torch.arange(LENGTH), context, lambda hidden, weight: (hidden, weight)
-    )
+    hidden, weight = decoder(tokens, torch.arange(LENGTH), context, lambda *given: given)
     assert weight is decoder.tok_embeddings.weight
-    logits = torch.nn.functional.linear(hidden, weight)
-    assert (logits - whole(decoder, tokens)).abs().max() <= LOGITS
-
-
-def test_model_config_has_no_field_that_is_not_read(copied):
-    """Each field follows config.json when that changes."""
-    raw = json.loads((copied / "config.json").read_text())
-    sizes = (
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-    )
-    for field in ("vocab_size", *sizes, "rms_norm_eps", "max_position_embeddings"):
-        (copied / "config.json").write_text(json.dumps(raw | {field: 77}))
-        assert dataclasses.asdict(read_config(copied))[field] == 77
-
-
-def test_an_exported_directory_has_all_named_templates(tmp_path):
-    model = shutil.copytree(tiny_directory(), tmp_path / "model")
-    tokenizer = hf.load_tokenizer(model)
-    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "+{{ messages }}"}
-    tokenizer.save_pretrained(model)
-    weights = load_file(model / "model.safetensors")
-    hf.export(weights.items(), model, tmp_path / "out", dtype=torch.bfloat16)
-    assert hf.load_tokenizer(tmp_path / "out").chat_template == tokenizer.chat_template
-
-
-def test_a_named_template_that_links_out_of_the_directory_is_refused(tmp_path):
-    model = shutil.copytree(tiny_directory(), tmp_path / "model")
-    secret = tmp_path / "secret"
-    secret.write_text("of this machine")
-    (model / "additional_chat_templates").mkdir()
-    (model / "additional_chat_templates" / "a.jinja").symlink_to(secret)
-    with pytest.raises(ValueError, match="additional_chat_templates/a.jinja: a link to"):
-        read_config(model)
+    logits = F.linear(hidden, weight)
+    assert (logits - whole_logits(decoder, tokens)).abs().max() <= LOGITS

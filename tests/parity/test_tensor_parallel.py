@@ -34,6 +34,7 @@ from llamarl.models.sharding import (
 )
 from llamarl.models.tp import TensorParallel
 from tests.build.model_directory import write_model
+from tests.decoding import full_forward_logits
 from tests.tolerances import assert_same_greedy, first_difference, margins_of, of_logprobs, rounding
 
 pytestmark = pytest.mark.machine
@@ -52,55 +53,40 @@ BASE = {
 }
 # over 2 ranks the K/V heads of "uneven" and "biased" do not divide, nor do the vocabularies and the
 # hidden units
-UNEVEN = {"num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 53}
-MODELS = {
-    "uneven": UNEVEN
-    | {
-        "architectures": ["LlamaForCausalLM"],
-        "intermediate_size": 77,
-        "tie_word_embeddings": False,
-    },
-    "biased": {
-        "architectures": ["Qwen2ForCausalLM"],
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "vocab_size": 61,
-        "intermediate_size": 80,
-        "tie_word_embeddings": True,
-    },
-    "normed_heads": UNEVEN
-    | {
-        "architectures": ["Qwen3ForCausalLM"],
-        "intermediate_size": 80,
-        "tie_word_embeddings": True,
-    },
-    "fused_by_heads": {
-        "architectures": ["GPTNeoXForCausalLM"],
-        "num_attention_heads": 6,
-        "vocab_size": 53,
-        "intermediate_size": 77,
-        "rotary_pct": 0.5,
-        "tie_word_embeddings": False,
-    },
-    "fused_by_kinds": {
-        "architectures": ["GPT2LMHeadModel"],
-        "n_embd": 48,
-        "n_layer": 2,
-        "n_positions": 64,
-        "n_head": 6,
-        "vocab_size": 49,
-        "n_inner": 77,
-        "tie_word_embeddings": True,
-    },
-    "one_kv_head": {
-        "architectures": ["LlamaForCausalLM"],
-        "num_attention_heads": 4,
-        "num_key_value_heads": 1,
-        "vocab_size": 49,
-        "intermediate_size": 64,
-        "tie_word_embeddings": True,
-    },
+LLAMA, QWEN2 = "LlamaForCausalLM", "Qwen2ForCausalLM"
+QWEN3, NEOX = "Qwen3ForCausalLM", "GPTNeoXForCausalLM"
+# Architecture, query and K/V heads, vocabulary, hidden units, whether embeddings are tied.
+ROWS = {
+    "uneven": (LLAMA, 6, 3, 53, 77, False),
+    "biased": (QWEN2, 9, 3, 61, 80, True),
+    "normed_heads": (QWEN3, 6, 3, 53, 80, True),
+    "fused_by_heads": (NEOX, 6, 6, 53, 77, False),
+    "one_kv_head": (LLAMA, 4, 1, 49, 64, True),
 }
+GPT2 = dict(n_embd=48, n_layer=2, n_positions=64, n_head=6, vocab_size=49, n_inner=77)
+
+
+def config_of(architecture, heads, kv_heads, vocabulary, hidden, is_tied):
+    return BASE | {
+        "architectures": [architecture],
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocabulary,
+        "intermediate_size": hidden,
+        "tie_word_embeddings": is_tied,
+    }
+
+
+MODELS = {name: config_of(*row) for name, row in ROWS.items()}
+MODELS["fused_by_heads"]["rotary_pct"] = 0.5
+MODELS["fused_by_kinds"] = (
+    BASE
+    | GPT2
+    | {
+        "architectures": ["GPT2LMHeadModel"],
+        "tie_word_embeddings": True,
+    }
+)
 NAMES = ("tiny", *MODELS)
 QKV = ("q_proj", "k_proj", "v_proj")
 QUICK = {"uneven": (3,), "fused_by_heads": (2,)}  # model -> ranks; the others are slow
@@ -129,19 +115,8 @@ def completions_of(decoder, mode: str) -> dict[str, torch.Tensor]:
         parts[name] = torch.cat([getattr(c, name) for c in found])
     if decoder.tensor_parallel is None:
         # Of one rank alone: what others sample is compared with it.
-        parts["margins"] = torch.cat([margins_of(logits_after(decoder, c)) for c in found])
+        parts["margins"] = torch.cat([margins_of(full_forward_logits(decoder, c)) for c in found])
     return parts | {"lengths": lengths, "probe": probe}
-
-
-def logits_after(decoder, completion) -> torch.Tensor:
-    """[L, V]: what each token of a completion was chosen from, by one forward over the whole
-    sequence.
-    """
-    ids = torch.cat([completion.prompt_ids, completion.token_ids])
-    logits = decoder(
-        ids, torch.arange(ids.numel()), PackedAttention(torch.tensor([0, ids.numel()]))
-    )
-    return logits[completion.prompt_ids.numel() - 1 : -1]
 
 
 def gradients_of(decoder) -> dict[str, torch.Tensor]:
@@ -217,7 +192,7 @@ def directory(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("tensor_parallel")
     shutil.copytree(tiny_directory(), root / "tiny")
     for seed, (name, raw) in enumerate(MODELS.items()):
-        write_model(root / name, BASE | raw, seed=seed, scale=0.2)
+        write_model(root / name, raw, seed=seed, scale=0.2)
     return root
 
 
