@@ -87,6 +87,16 @@ def test_what_all_of_a_group_begin_with_is_computed_once_with_the_prompt():
     assert batch.places.tolist() == [2, 4, 8]
 
 
+def test_what_only_looks_alike_further_on_is_each_completions_own():
+    group = group_of(
+        dialogue(0, [20, 23, 12], [0, 0, 1]),
+        dialogue(0, [21, 23, 13], [0, 0, 1], index=1),
+        rewards=[1.0, 0.0],
+    )
+    (batch,) = packed(group).microbatches
+    assert batch.input_ids.tolist() == [10, 11, 20, 23, 21, 23]
+
+
 def read_before(batch, row):
     """The tokens that the model has read at a row of a microbatch, that row's included."""
     bounds = batch.cu_seqlens.tolist()
