@@ -171,7 +171,8 @@ def padding(groups: list, budget: int) -> dict[str, float]:
     """Unused shares: of microbatches of single sequences by Magistral's order; of those that we
     make; and within attention.
     """
-    from llamarl.learning.packing import collate, pack
+    from llamarl.learning.collation import collate
+    from llamarl.learning.packing import pack
     from llamarl.learning.targets import Targets
     from llamarl.models.attention import PackedAttention
 

@@ -39,25 +39,18 @@ from llamarl.ddma.channel import receiver_of
 from llamarl.evaluation.ask import eval_completion, submit
 from llamarl.executor import Executor, WeightsForm
 from llamarl.inference import SamplingParams, TemperatureRange
+from llamarl.inference.canaries import CanaryCheck
 from llamarl.inference.partials import pack, unpack
 from llamarl.inference.protocol import (
     BuildEngine,
     GenerationEngine,
-    can_hold_quantized,
     can_resume,
     can_talk,
 )
 from llamarl.inference.requests import Partial
 from llamarl.inference.stretches import StretchSender
 from llamarl.models.build import Decoder
-from llamarl.models.parity import (
-    Agreement,
-    Canary,
-    ParityLimits,
-    check_canary,
-    check_marks,
-    check_quantized,
-)
+from llamarl.models.parity import Canary, ParityLimits
 from llamarl.observe.console import Progress
 from llamarl.tickets.prompts import AnyPrompts, chosen, note
 from llamarl.types import Columns, Completion, EvalCompletion, Policy, Prompt, Stretch
@@ -81,9 +74,8 @@ class Generator(Executor):
     chunk_tokens: tokens a row between two looks at weights, tickets and stop requests.
     in_flight_updates: swap weights while completions run; otherwise only when none runs.
     recompute_kv: after a swap, recompute the K/V cache of running completions.
-    parity: how far a version's canary may differ from the trainer's.
-    max_quantization_kl: the highest mean KL of quantised weights, nats, checked in place of
-    parity; the engine is then a QuantizedEngine. None: weights are not quantised.
+    parity: how far a version's canary may differ from the trainer's. max_quantization_kl: in its
+    place for an engine that quantises; see CanaryCheck.
     max_seconds: a completion that has not ended this long after its ticket's start is aborted, as
     if the ledger had ordered to truncate it. None: no limit.
     """
@@ -111,7 +103,6 @@ class Generator(Executor):
 
     def __post_init__(self):
         self.version = -1
-        self._agreement = Agreement(self.parity)
         # Columns about the current version, such as its canary. Every completion that ends under
         # it carries them, so that a row describes the versions that sampled its groups.
         self._of_version: Columns = {}
@@ -140,6 +131,12 @@ class Generator(Executor):
             "decode": self._decode,
         }
         self.engine: GenerationEngine = self.build_engine(self.group, self.weights.bind)
+        self._canaries = CanaryCheck(
+            self.engine,
+            self.parity,
+            max_quantization_kl=self.max_quantization_kl,
+            temperature=self.sampling.temperature,
+        )
         self._num_slots = self.engine.free_slots
         self._completions = self.outputs.of(Completion)
         self._evaluations = self.outputs.of(EvalCompletion)
@@ -307,7 +304,14 @@ class Generator(Executor):
         self.engine.weights_changed(self.version, recompute_kv=self.recompute_kv)
         if not self.follows:  # the replica's other ranks do the same work
             self.metrics.add("weights/swap_stall_s", time.monotonic() - began)
-        self._of_version = self._check(Canary.from_json(taken.canary)) if taken.canary else {}
+        self._of_version = {}
+        if taken.canary:
+            self._of_version = self._canaries.check(
+                Canary.from_json(taken.canary),
+                self.weights.held(),
+                version=self.version,
+                rank=self.group.rank,
+            )
         if taken.evaluate:
             # This replica's share of the held-out prompts.
             share = list(self.eval_prompts)[self.group.data_index :: self.group.data_size]
@@ -318,29 +322,6 @@ class Generator(Executor):
                 what = f"evaluation of version {self.version}"
                 self._progress = Progress(what, num_answers, unit="answers", is_bar=False)
         return True
-
-    def _check(self, canary: Canary) -> Columns:
-        """Compare this rank's logprobs with those that the trainer computed. Return the columns of
-        the comparison. ParityError.
-        """
-        place = {"version": self.version, "rank": self.group.rank}
-        check_marks(canary.marks, self.weights.held(), **place)
-        most = self.max_quantization_kl
-        score = self.engine.score
-        if most is not None:
-            assert can_hold_quantized(self.engine), "setup has refused an engine without them"
-            score = self.engine.score_all
-        scores = []
-        for sequence in canary.sequences:
-            prompt_ids = sequence.token_ids[: sequence.given]
-            token_ids = sequence.token_ids[sequence.given :]
-            scores.append(score(prompt_ids, token_ids, self.sampling.temperature))
-        scored = torch.cat(scores).cpu()
-        if most is not None:
-            kl = check_quantized(canary, scored, **place, most=most)
-            return {"weights/quantization_kl": kl}
-        worst, rms = check_canary(canary, scored, self._agreement, **place)
-        return {"parity/canary_diff_max": worst, "parity/canary_diff_rms": rms}
 
     def _decode(
         self,

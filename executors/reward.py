@@ -108,9 +108,8 @@ class Reward(Executor):
     prompts: AnyPrompts
     eval_prompts: Callable[[int], Prompt]
     decode: Callable[[list[int]], str]
-    decode_raw: Callable[[list[int]], str] | None = (
-        None  # with special tokens; None if the text never has any
-    )
+    # With special tokens; None if the text never has any.
+    decode_raw: Callable[[list[int]], str] | None = None
     group_size: int
     eval_sets: Sequence[EvalSet]
     num_eval_samples: int = 0

@@ -316,7 +316,6 @@ class ExecutorController:
 
     def _loop(self) -> None:
         clocks = {e.name: Clock(time.monotonic()) for e in self.local}
-        rest_s = min((e.poll_s for e in self.local), default=POLL_S)
         self.control.keep(self._keepers, self.settings.stop_s)
         self._breakable = self._breakable_steps()
         while not self.end.is_told():
@@ -329,7 +328,7 @@ class ExecutorController:
             self._dropped.look(clocks, self.tickets.holding_up)
             worked |= self.end.look()
             if not worked:
-                self.control.wait(rest_s)
+                self.control.wait(POLL_S)
 
     def _breakable_steps(self) -> dict[str, BreakableSteps]:
         """On a keeper: return breakable steps of the executors that it shares with other ranks.

@@ -392,9 +392,6 @@ class Executor:
     state_may_be_absent: bool = False
     # The newest policy version that it has worked on (`note_version`).
     newest_version: int = 0
-    # How long the loop may rest when no executor of a rank has work. An executor that nothing wakes
-    # needs less.
-    poll_s: float = POLL_S
 
     tickets: Tickets  # of an executor that is attached with them
     checkpoints: Checkpoints

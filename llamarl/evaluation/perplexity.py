@@ -22,7 +22,7 @@ from llamarl.errors import NotFinite
 from llamarl.evaluation.ask import Answers
 from llamarl.evaluation.judges import EvalJudge, JudgeWork, greedy_items, spans_of
 from llamarl.evaluation.metrics import Metrics
-from llamarl.learning.packing import collate
+from llamarl.learning.collation import collate
 from llamarl.learning.sft import NextToken, SFTPair, completion_logprobs, pair_of
 from llamarl.models.fsdp import local, reshard
 from llamarl.models.loading import decoder_over

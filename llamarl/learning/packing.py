@@ -11,11 +11,8 @@ microbatch T tokens, S segments and R labels.
 from __future__ import annotations
 
 import functools
-import math
 import warnings
-from bisect import insort
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
 
@@ -23,6 +20,7 @@ import torch
 from torch import Tensor
 
 from llamarl.comm.together import TrainerRanks
+from llamarl.learning.collation import collate_groups
 from llamarl.learning.segments import Segments, end_to_end, owners, runs, sum_by
 from llamarl.learning.targets import Targets
 from llamarl.types import Group, PackedBatch
@@ -70,28 +68,6 @@ class Packing:
         )
 
 
-def collate(lengths: list[int], budget: float) -> list[list[int]]:
-    """Return the indices of sequences by microbatch: longest first, each into the first with room.
-
-    Source: Magistral, 3. Ties keep their order, so equal input gives equal output. A sequence
-    longer than the budget gets a microbatch of its own. ValueError for a budget without room.
-    """
-    if budget < 1:
-        raise ValueError(f"budget={budget}: a microbatch needs room for a token")
-    bins: list[list[int]] = []
-    free: list[float] = []
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        length = lengths[index]
-        with_room = (place for place, room in enumerate(free) if length <= room)
-        place = next(with_room, len(bins))
-        if place == len(bins):
-            bins.append([])
-            free.append(budget)
-        bins[place].append(index)
-        free[place] -= length
-    return bins
-
-
 def pack(
     groups: list[Group],
     targets: list[Targets],
@@ -126,7 +102,18 @@ def pack(
             "ranks share these groups, so each trains on all of its part, uncut: the loss needs "
             "whole_groups and uses_all_completions, and no completion may be without a reward"
         )
-    bins = _collated(flat, kept, budget_tokens, whole_groups, largest_over_ranks)
+    members: list[list[int]] = [[] for _ in groups]
+    completions = kept.nonzero().flatten()
+    for completion, number in zip(completions.tolist(), flat.groups[completions].tolist()):
+        members[number].append(completion)
+    bins = collate_groups(
+        members,
+        flat.prompt_sizes,
+        flat.input_lengths.tolist(),
+        budget_tokens,
+        whole_groups=whole_groups,
+        largest_over_ranks=largest_over_ranks,
+    )
     tokens = [b.size for b in bins]
     if max(tokens, default=0) > budget_tokens:
         _warn_too_long(budget_tokens, whole_groups)
@@ -300,92 +287,6 @@ def _check_finite(flat: _Flat, tickets: list[int]) -> None:
             f"ticket {ticket}: an advantage or a shaped reward is not finite; the function that "
             "made it must give a number to what is to be trained"
         )
-
-
-# --- What goes into which microbatch ---
-
-
-@dataclass(slots=True)
-class _Bin:
-    """The completions that go into a microbatch together."""
-
-    members: dict[int, list[int]]  # completions, ascending, by the group whose prompt they share
-    size: int  # packed tokens
-
-
-def _collated(
-    flat: _Flat,
-    kept: Tensor,
-    budget: int,
-    whole_groups: bool,
-    largest_over_ranks: Callable[[list[int]], list[int]] | None,
-) -> list[_Bin]:
-    """Group the kept [N] completions by microbatch.
-
-    First what a group has over the budget is collated, then the parts of all groups. While the
-    completions of the emptiest microbatch fit into the holes of the others, they go there: one
-    microbatch less.
-    """
-    input_lengths = flat.input_lengths.tolist()
-    kept_of: list[list[int]] = [[] for _ in flat.prompt_sizes]
-    trained = kept.nonzero().flatten()
-    for completion, number in zip(trained.tolist(), flat.groups[trained].tolist()):
-        kept_of[number].append(completion)
-    parts = []
-    for number, prompt in enumerate(flat.prompt_sizes):
-        members = kept_of[number]
-        sizes = [input_lengths[completion] for completion in members]
-        cuts = [[i] for i in range(len(members))]
-        if whole_groups or budget > prompt:
-            cuts = collate(sizes, math.inf if whole_groups else budget - prompt)
-        for cut in cuts:
-            own = sorted(members[i] for i in cut)
-            size = prompt + sum(sizes[i] for i in cut)
-            parts.append(_Bin({number: own}, size))
-    sizes = [part.size for part in parts]
-    if largest_over_ranks is not None:
-        sizes = largest_over_ranks(sizes)
-    bins = []
-    for places in collate(sizes, budget):
-        joined = _Bin({}, 0)
-        for place in places:
-            joined.members |= parts[place].members
-            joined.size += parts[place].size
-        bins.append(joined)
-    while bins and not whole_groups:
-        fewer = _without_emptiest(bins, flat, input_lengths, budget)
-        if fewer is None:
-            break
-        bins = fewer
-    return bins
-
-
-def _without_emptiest(
-    bins: list[_Bin], flat: _Flat, input_lengths: list[int], budget: int
-) -> list[_Bin] | None:
-    """Return the microbatches without the emptiest, whose completions go into holes of the others;
-    None if they do not fit.
-
-    The longest goes first, where its prompt is computed anyway or else into the first hole that
-    holds a prompt more.
-    """
-    emptiest = min(bins, key=lambda b: b.size)
-    others = [deepcopy(b) for b in bins if b is not emptiest]
-    group_of: dict[int, int] = {}
-    for number, members in emptiest.members.items():
-        group_of |= dict.fromkeys(members, number)
-    for completion in sorted(group_of, key=lambda c: -input_lengths[c]):
-        number = group_of[completion]
-        own = input_lengths[completion]
-        with_prompt = own + flat.prompt_sizes[number]
-        costs = [own if number in b.members else with_prompt for b in others]
-        holes = [i for i, b in enumerate(others) if b.size + costs[i] <= budget]
-        if not holes:
-            return None
-        hole = min(holes, key=lambda i: costs[i])
-        others[hole].size += costs[hole]
-        insort(others[hole].members.setdefault(number, []), completion)
-    return others
 
 
 def _build(flat: _Flat, members: dict[int, list[int]]) -> PackedBatch:

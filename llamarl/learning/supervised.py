@@ -28,8 +28,8 @@ from torch import Tensor
 
 from llamarl.comm.together import TrainerRanks
 from llamarl.errors import NotFinite
+from llamarl.learning.collation import collate
 from llamarl.learning.optim import clip_grad_norm, lr_at, set_lr
-from llamarl.learning.packing import collate
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
 from llamarl.models.fsdp import next_backward

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llamarl.errors import NoWeights
-from llamarl.learning.packing import collate
+from llamarl.learning.collation import collate
 from llamarl.memory import ITEMSIZES, encoder_numbers
 from llamarl.models.attention import PackedAttention
 from llamarl.models.config import read_config

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from llamarl.comm.together import join_shares, own_share
 from llamarl.executor import ExecutorGroup
+from llamarl.learning.collation import collate
 from llamarl.learning.logprobs import LateEnds, group_to_score, label_logprobs
-from llamarl.learning.packing import collate, filler, pack
+from llamarl.learning.packing import filler, pack
 from llamarl.learning.segments import Segments
 from llamarl.learning.targets import Targets
 from llamarl.models.attention import PackedAttention

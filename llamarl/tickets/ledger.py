@@ -136,7 +136,6 @@ class TicketLedger:
         # What came of the last step's groups, until it is trained on.
         self._unlearned: dict[int, Verdict] = {}
         self.refills = max_refill > 0  # whether groups are given back
-        self._changed = set(range(num_pools))  # pools that may have some to give back
         self.newest_yield: Yield | None = None  # of the groups that the last take was made of
         self._taken: dict[int, int] | None = None  # by the step before this one, until it is final
         self._turns: dict[tuple[int, int], list[tuple[int, int]]] = {}  # see _turns_of
@@ -267,7 +266,6 @@ class TicketLedger:
                     )
                 pool.finish(ticket, verdicts.get(ticket))
                 self._num_finished += 1
-                self._changed.add(ticket % len(self._pools))
             return self._give_back() if self.refills else []
 
     def _give_back(self) -> list[int]:
@@ -281,9 +279,8 @@ class TicketLedger:
         if self.synchronous and not all(pool.has_batch for pool in self._pools):
             return []
         given_back: dict[int, Verdict] = {}
-        for index in sorted(self._changed):
-            given_back |= self._pools[index].give_back()
-        self._changed.clear()
+        for pool in self._pools:
+            given_back |= pool.give_back()
         if given_back:
             self._learn(given_back)
             self._num_started -= len(given_back)
@@ -324,7 +321,6 @@ class TicketLedger:
             self.step += 1
             self._recount()
             self._turns.clear()
-            self._changed.update(range(len(self._pools)))
             self._taken = consumed
             if self.governor:
                 num_finished = sum(len(pool.finished) for pool in self._pools)
@@ -356,7 +352,6 @@ class TicketLedger:
             self.step = step
             self._recount()
             self._turns.clear()
-            self._changed.update(range(len(self._pools)))
             self._taken = None
 
     def waits_for(self) -> list[int]:
@@ -450,7 +445,6 @@ class TicketLedger:
         n = len(self._pools)
         with self._lock:
             self._turns.clear()
-            self._changed.update(range(n))
             self.step = state["step"]
             if self.governor:
                 self.governor.resume(state["overcommit"], state["rewards"])

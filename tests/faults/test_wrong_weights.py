@@ -14,13 +14,13 @@ from tests.launching import RECIPE, SMALL, ForkedJob
 # The main job with a fault in its engine. Weights have come when `weights_changed` is called.
 FAULTY = """
 import dataclasses, runpy, sys
-from executors import generator
+from llamarl.inference import canaries
 from llamarl.inference.engine import Engine
 from llamarl.models.attention import rotary_of
 
 fault, seen_by, sys.argv = sys.argv[1], sys.argv[2], sys.argv[3:]
 if seen_by == "logprobs":  # as if the parameters were right, and an engine's copies of them wrong
-    generator.check_marks = lambda *given, **place: None
+    canaries.check_marks = lambda *given, **place: None
 right = Engine.weights_changed
 held = []
 

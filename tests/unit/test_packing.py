@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.learning import logprobs, packing
+from llamarl.learning.collation import collate
 from llamarl.learning.logprobs import make_head, to_device
 from llamarl.learning.losses.policy_gradient import policy_gradient
-from llamarl.learning.packing import collate, filler, pack
+from llamarl.learning.packing import filler, pack
 from llamarl.learning.targets import Targets
 from llamarl.models.attention import PackedAttention
 from llamarl.types import PackedBatch
