@@ -57,11 +57,6 @@ def assert_parity(e, completions, **processing):
         assert_close(c.generator_logprobs[c.loss_mask], wanted[c.loss_mask])
 
 
-def assert_same_bits(one, other):
-    assert torch.equal(one.token_ids, other.token_ids)
-    assert torch.equal(one.generator_logprobs, other.generator_logprobs)
-
-
 def tokens_of(completions):
     return [c.token_ids.tolist() for c in completions]
 
@@ -119,20 +114,6 @@ def test_a_sample_depends_on_its_seed_and_ticket_alone_and_not_on_slots_batch_or
     assert samples(6, 1, [3, 1, 4, 0, 2], extra=True) == alone
     other = samples(20, 4, range(5), stream=1)
     assert all(other[place] != ids for place, ids in alone.items())
-
-
-@pytest.mark.bitwise("an engine's completions follow from what it is asked")
-def test_the_same_submissions_give_the_same_bits():
-    def run():
-        e = engine(max_slots=6)
-        for ticket, prompt in enumerate(PROMPTS):
-            e.submit(ticket, prompt, SamplingParams(12, n=3, stop_token_ids=(2,)))
-        return drain(e)
-
-    first, second = run(), run()
-    assert list(first) == list(second)
-    for key, c in first.items():
-        assert_same_bits(c, second[key])
 
 
 class OverOldKeys:
@@ -201,20 +182,30 @@ def test_greedy_and_sampling_rows_share_a_batch():
     assert_parity(e, [greedy])
 
 
-def test_the_longest_completion_fills_its_slot_and_no_other(way):
-    # A whole number of blocks: the place behind it is the next slot's first.
-    e = engine(max_slots=2, max_len=16)
-    e.submit(0, [1, 2, 3, 4], SamplingParams(12))
-    e.submit(1, [5], SamplingParams(15))
-    assert_parity(e, drain(e, chunk=20).values())
-
-
-def test_rows_that_ended_but_were_not_yet_taken_out_do_not_lengthen_the_cache(way):
-    e = engine(max_slots=41)
-    # It ends at place 16 of 16, alone, four tokens before the others.
-    e.submit(0, [1] * 8, SamplingParams(8))
-    e.submit(1, [5], SamplingParams(12, n=40))
-    assert_parity(e, drain(e, chunk=20).values())
+@pytest.mark.parametrize(
+    "options, submitted, chunk",
+    [
+        # A whole number of blocks: the place behind it is the next slot's first.
+        ({"max_slots": 2, "max_len": 16}, [([1, 2, 3, 4], 12, 1), ([5], 15, 1)], 20),
+        # The first ends at place 16 of 16, alone, four tokens before the others, and is not yet
+        # taken out: it must not lengthen the cache.
+        ({"max_slots": 41}, [([1] * 8, 8, 1), ([5], 12, 40)], 20),
+        # Long prompts alone, in groups larger than the slots.
+        (
+            {"max_slots": 2, "prefill_chunk": 5},
+            [(LONG, 6, 3), (PROMPTS[0], 9, 2), (LONG[::-1], 6, 1)],
+            4,
+        ),
+    ],
+    ids=["full slots", "ended rows", "long prompts"],
+)
+def test_whatever_shares_the_cache_is_sampled_as_one_forward_says(way, options, submitted, chunk):
+    e = engine(**options)
+    for ticket, (prompt, new, n) in enumerate(submitted):
+        e.submit(ticket, prompt, SamplingParams(new, n=n))
+    found = drain(e, chunk)
+    assert len(found) == sum(n for _, _, n in submitted)
+    assert_parity(e, found.values())
 
 
 def test_the_cache_grows_under_running_rows_and_a_full_engine_still_scores(way):
@@ -317,20 +308,22 @@ def test_the_native_path_takes_any_heads_biases_and_both_dtypes(head_dim, heads,
             assert difference.abs().max() < tolerance
 
 
-@pytest.mark.bitwise("the decode kernel sums a row alike on any number of threads")
-def test_the_native_path_does_not_depend_on_threads():
+@pytest.mark.bitwise("an engine's completions follow from what it is asked, on any threads")
+def test_completions_have_the_same_bits_again_on_other_threads():
     needs_kernels()
     e = engine(max_slots=70)
     prompts = [[1 + i % 30, 5, i % 7] for i in range(70)]
-    together = generate(e, prompts, SamplingParams(20))
+    params = SamplingParams(20, stop_token_ids=(2,))
+    together = generate(e, prompts, params)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        again = generate(e, prompts, SamplingParams(20))
+        again = generate(e, prompts, params)
     finally:
         torch.set_num_threads(threads)
     for (a,), (b,) in zip(together, again):
-        assert_same_bits(a, b)
+        assert torch.equal(a.token_ids, b.token_ids)
+        assert torch.equal(a.generator_logprobs, b.generator_logprobs)
 
 
 def test_the_native_path_in_bfloat16_is_as_near_float32_as_the_module_is():
@@ -391,17 +384,6 @@ def test_a_long_prompt_is_prefilled_in_pieces_between_which_rows_decode(way):
     assert e.step(2) == 4 + 6 and e.num_live == 5
     found = drain(e)
     assert tokens_of(found[0, 0, i] for i in range(3)) == tokens_of(expected)
-    assert_parity(e, found.values())
-
-
-def test_long_prompts_alone_in_groups_larger_than_the_slots():
-    e = engine(max_slots=2, prefill_chunk=5)
-    e.submit(0, LONG, SamplingParams(6, n=3))
-    e.submit(1, PROMPTS[0], SamplingParams(9, n=2))
-    e.submit(2, LONG[::-1], SamplingParams(6))
-    e.step(1)
-    found = drain(e)
-    assert len(found) == 6
     assert_parity(e, found.values())
 
 

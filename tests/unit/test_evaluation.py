@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl.comm.together import CollectiveCall, RankCalls
@@ -35,6 +35,7 @@ from tests.scorers import write_scorer
 from tests.unit.refusals import complaint, job, refusal
 
 
+@settings(max_examples=40)
 @given(st.lists(st.sampled_from([0.0, 0.25, 1.0, -1.0]), min_size=1, max_size=7), st.data())
 def test_pass_at_k_is_the_mean_best_of_every_choice_of_k(scores, data):
     k = data.draw(st.integers(1, len(scores)))
@@ -211,6 +212,7 @@ def reports(judges, count):
     return [judges.poll() for _ in range(count)]
 
 
+@settings(max_examples=25)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4))
 def test_an_evaluation_is_reported_when_the_last_judge_has_spoken(delays):
     judges = Judges([Slow(f"eval/{i}", num_pieces) for i, num_pieces in enumerate(delays)])

@@ -6,7 +6,6 @@ import json
 import re
 import sys
 from collections import deque
-from functools import partial
 
 import pytest
 import torch
@@ -28,9 +27,17 @@ from tests.build.completion import build_completion
 from tests.made_tokenizers import CHATML, FORGETFUL, byte_level
 
 
-def numbers_of_examples(few, many):
-    """A test's examples: a few by default, and so many among the slow tests."""
-    return pytest.mark.parametrize("examples", [few, pytest.param(many, marks=pytest.mark.slow)])
+def fuzzed(few, many, *strategies):
+    """A test of drawn values: of a few examples by default, and of so many among the slow tests."""
+
+    def decorate(test):
+        @pytest.mark.parametrize("examples", [few, pytest.param(many, marks=pytest.mark.slow)])
+        def run(examples):
+            settings(max_examples=examples)(given(*strategies)(test))()
+
+        return run
+
+    return decorate
 
 
 def call_of(text):
@@ -59,21 +66,16 @@ CALLS = st.builds(
 SAID = st.lists(TEXTS | FLOODED | CALLS | ARGUMENTS, max_size=3).map("".join)
 
 
-@numbers_of_examples(50, 4000)
-def test_a_turn_is_calls_that_travel_as_json_or_cannot_be_read(examples):
-    @settings(max_examples=examples)
-    @given(SAID)
-    def check(text):
-        for read in (json_calls, word_calls):
-            try:
-                found = read(text)
-            except Unreadable:
-                continue
-            for call in found:
-                assert isinstance(call["function"]["name"], str)
-            assert len(json.loads(json.dumps(found))) == len(found)
-
-    check()
+@fuzzed(50, 4000, SAID)
+def test_a_turn_is_calls_that_travel_as_json_or_cannot_be_read(text):
+    for read in (json_calls, word_calls):
+        try:
+            found = read(text)
+        except Unreadable:
+            continue
+        for call in found:
+            assert isinstance(call["function"]["name"], str)
+        assert len(json.loads(json.dumps(found))) == len(found)
 
 
 WORDS = re.compile(r"\s*([A-Za-z_]\w*)?((?:[\s,]+[^\s,?]+)*)\s*\?\s*")
@@ -87,15 +89,10 @@ def words_by_expression(text):
     return [(found.group(1) or "", re.findall(r"[^\s,]+", found.group(2)))]
 
 
-@numbers_of_examples(60, 2000)
-def test_calls_of_words_are_those_of_the_expression_that_describes_them(examples):
-    @settings(max_examples=examples)
-    @given(st.text("ab_1é-,? \n\x1f", max_size=8))
-    def check(text):
-        found = [(c["function"]["name"], c["function"]["arguments"]) for c in word_calls(text)]
-        assert found == words_by_expression(text)
-
-    check()
+@fuzzed(60, 2000, st.text("ab_1é-,? \n\x1f", max_size=8))
+def test_calls_of_words_are_those_of_the_expression_that_describes_them(text):
+    found = [(c["function"]["name"], c["function"]["arguments"]) for c in word_calls(text)]
+    assert found == words_by_expression(text)
 
 
 def operations(function, *given):
@@ -224,38 +221,31 @@ def played(kind, policy, answers, *, read="json", is_own=True, turns=None):
         dialogues.hear(key, had)
 
 
-@numbers_of_examples(10, 1000)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_dialogue_of_any_texts_ends_by_itself(kind, examples):
-    @settings(max_examples=examples)
-    @given(
-        st.lists(SAID, min_size=1, max_size=3),
-        st.lists(SAID, min_size=1, max_size=3),
-        st.sampled_from(["json", "words"]),
-        st.booleans(),
-    )
-    def check(policy, answers, read, is_own):
-        ending, contexts = played(kind, policy, answers, read=read, is_own=is_own)
-        assert ending.reason in ("turns", "parse_error", "lost")
-        assert all(contexts[1:])
-
-    check()
+TEXTS_OF_TURNS = st.lists(SAID, min_size=1, max_size=3)
 
 
-@numbers_of_examples(20, 1000)
-def test_an_answer_that_left_its_worker_can_always_be_encoded(examples):
-    encode = partial(KINDS["chat"][0].encode, add_special_tokens=False)
+@fuzzed(
+    30,
+    3000,
+    st.sampled_from(sorted(KINDS)),
+    TEXTS_OF_TURNS,
+    TEXTS_OF_TURNS,
+    st.sampled_from(["json", "words"]),
+    st.booleans(),
+)
+def test_a_dialogue_of_any_texts_ends_by_itself(kind, policy, answers, read, is_own):
+    ending, contexts = played(kind, policy, answers, read=read, is_own=is_own)
+    assert ending.reason in ("turns", "parse_error", "lost")
+    assert all(contexts[1:])
 
-    @settings(max_examples=examples)
-    @given(SAID, JSON)
-    def check(text, value):
-        answer = Answer(messages=[{"role": "tool", "content": text, "more": value}])
-        answer.cut()
-        (turn,) = answer_from(read_json(line_of(answer.values))).messages
-        encode(turn["content"])
-        assert len(turn["content"]) == len(text)
 
-    check()
+@fuzzed(20, 1000, SAID, JSON)
+def test_an_answer_that_left_its_worker_can_always_be_encoded(text, value):
+    answer = Answer(messages=[{"role": "tool", "content": text, "more": value}])
+    answer.cut()
+    (turn,) = answer_from(read_json(line_of(answer.values))).messages
+    KINDS["chat"][0].encode(turn["content"], add_special_tokens=False)
+    assert len(turn["content"]) == len(text)
 
 
 @pytest.mark.parametrize("kind", KINDS)
