@@ -20,9 +20,9 @@ from llamarl.launch.run_directory import RunDirectory
 WORLD = World(0, 1, torch.device("cpu"))
 
 
-def job(*overrides: str) -> Job:
-    """Return a job of one rank, without a run directory."""
-    return Job(compose_config(list(overrides)), WORLD, RunDirectory(Path("."), None))
+def job(*overrides: str, **options) -> Job:
+    """Return a job of one rank, without a run directory. options: of the Job."""
+    return Job(compose_config(list(overrides)), WORLD, RunDirectory(Path("."), None), **options)
 
 
 def model_job(model: Path, *overrides: str) -> Job:

@@ -70,14 +70,6 @@ def of_placement(**keys) -> tuple[dict[str, tuple[int, ...]], Source, Destinatio
     return placement, Source(shards, t.replicate, t.tensor_parallel), destination
 
 
-def test_a_job_of_512_ranks_is_placed_on_all_of_them():
-    placement, source, destination = of_placement(**{"generator.tensor_parallel": 2})
-    assert placement["trainer"] == tuple(range(256))
-    assert placement["generator"] == tuple(range(256, 512))
-    assert placement["reward"] == (511,)
-    assert source.num_ranks == 256 and destination.num_ranks == 256
-
-
 @pytest.mark.parametrize("keys", TOPOLOGIES.values(), ids=TOPOLOGIES)
 def test_fsdp_gives_each_rank_of_512_what_the_plan_says_that_it_sends(as_rank, keys):
     path = tiny_directory()

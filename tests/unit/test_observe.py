@@ -61,19 +61,6 @@ class Mail:
         self.world["on", self.rank, topic].append(handler)
 
 
-class Kept:
-    """A sink that remembers."""
-
-    def __init__(self):
-        self.rows, self.closed = [], False
-
-    def write(self, row):
-        self.rows.append(row)
-
-    def close(self):
-        self.closed = True
-
-
 def writer_in(tmp_path, *, every=1000, sinks=(), clock=None):
     """The writer of a run that is evaluated at every so many steps, from step 0 on."""
     due = lambda step: step % every == 0  # noqa: E731
@@ -137,18 +124,18 @@ def test_an_evaluation_has_the_time_at_which_it_came_while_the_leader_was_in_a_s
 
 
 def test_a_row_waits_for_its_evaluation_and_holds_back_later_rows(tmp_path):
-    kept = Kept()
-    writer = writer_in(tmp_path, every=2, sinks=[kept])
+    writer = writer_in(tmp_path, every=2)
     writer.ingest(0, {"eval/reward": 0.1})
     ingest_losses(writer, 1, 2, 3)
     writer.flush()
-    assert [row["step"] for row in kept.rows] == [0, 1]
+    assert steps_in(tmp_path) == [0, 1]
     assert writer.is_complete(1) and not writer.is_complete(3), "step 2 is to be evaluated"
     writer.ingest(2, {"eval/reward": 0.2})
     assert writer.is_complete(3) and not writer.is_complete(4), "step 4 is not trained yet"
     writer.flush()
-    assert [row["step"] for row in kept.rows] == [0, 1, 2, 3]
-    assert kept.rows[2]["eval/reward"] == 0.2 and "eval/reward" not in kept.rows[3]
+    assert steps_in(tmp_path) == [0, 1, 2, 3]
+    *_, second, third = rows_in(tmp_path)
+    assert second["eval/reward"] == 0.2 and "eval/reward" not in third
 
 
 def test_an_abandoned_evaluation_frees_its_row_and_is_warned_of(tmp_path, caplog):
@@ -183,13 +170,15 @@ def test_a_lost_report_blocks_no_later_row_and_one_that_comes_too_late_is_droppe
 
 
 def test_close_writes_rows_that_lack_only_an_evaluation_and_closes_the_sinks(tmp_path):
-    kept = Kept()
-    writer = writer_in(tmp_path, every=2, sinks=[kept])
+    seen = []
+    sink = types.SimpleNamespace(write=seen.append, close=lambda: seen.append("closed"))
+    writer = writer_in(tmp_path, every=2, sinks=[sink])
     writer.ingest(0, {"eval/reward": 0.1})
     ingest_losses(writer, 1, 2)
     writer.ingest(3, {"reward/mean": 0.0})
     writer.close()
-    assert steps_in(tmp_path) == [0, 1, 2] and kept.closed
+    assert steps_in(tmp_path) == [0, 1, 2]
+    assert seen == [*rows_in(tmp_path), "closed"]
 
 
 @given(data=st.data())
@@ -202,14 +191,15 @@ def test_any_arrival_order_of_evaluations_gives_every_row_once_in_order(tmp_path
     places = data.draw(st.lists(st.integers(0, last), min_size=size, max_size=size))
     for place, step in zip(sorted(places, reverse=True), evals, strict=True):
         reports.insert(place, ("eval/reward", step))
-    kept = Kept()
-    writer = writer_in(tmp_path_factory.mktemp("run"), every=every, sinks=[kept])
+    folder = tmp_path_factory.mktemp("run")
+    writer = writer_in(folder, every=every)
     for name, step in reports:
         writer.ingest(step, {name: float(step)})
         writer.flush()
-    assert [row["step"] for row in kept.rows] == list(range(last + 1))
-    assert all(row["eval/reward"] == row["step"] for row in kept.rows[::every])
-    assert all(row["loss/value"] == row["step"] for row in kept.rows[1:])
+    rows = rows_in(folder)
+    assert [row["step"] for row in rows] == list(range(last + 1))
+    assert all(row["eval/reward"] == row["step"] for row in rows[::every])
+    assert all(row["loss/value"] == row["step"] for row in rows[1:])
 
 
 # --- values ---
@@ -704,11 +694,6 @@ def test_the_report_command_says_what_is_wrong(tmp_path, capsys):
     assert "no rows yet" in capsys.readouterr().err
 
 
-def test_the_moving_mean_ignores_gaps_and_is_shorter_at_the_ends():
-    got = moving_mean(np.array([1.0, np.nan, 3.0, 5.0]), width=3)
-    assert got.tolist() == [1.0, 2.0, 4.0, 4.0]
-
-
 def test_a_long_curve_is_drawn_by_the_least_and_the_greatest_of_each_bin():
     values = np.zeros(20_000)
     values[7_001] = 5.0
@@ -719,6 +704,9 @@ def test_a_long_curve_is_drawn_by_the_least_and_the_greatest_of_each_bin():
     # Each bin of 20 has a place.
     assert set(range(BINS)) == set(places // 20)
     assert drawn(values[: 2 * BINS]).tolist() == list(range(2 * BINS))
+    # The moving mean ignores gaps and is shorter at the ends.
+    got = moving_mean(np.array([1.0, np.nan, 3.0, 5.0]), width=3)
+    assert got.tolist() == [1.0, 2.0, 4.0, 4.0]
 
 
 # --- A run without a signal ---

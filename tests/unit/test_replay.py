@@ -637,13 +637,10 @@ def holding(max_lag, *groups):
     return buffer
 
 
-def test_a_group_as_old_as_the_bound_allows_is_taken():
+def test_a_group_as_old_as_the_bound_allows_is_taken_and_one_token_too_old_ends_the_run():
     buffer = holding(2, of_versions(7, [5, 6, 7], [7]), of_versions(3, [], [6]))
     assert [g.ticket for g in buffer.take([7, 3], 7)] == [3, 7]
     assert len(holding(None, of_versions(7, [0], [0])).take([7], 1000)) == 1
-
-
-def test_a_group_with_one_token_that_is_too_old_ends_the_run_and_is_named():
     buffer = holding(2, of_versions(3, [8, 8], [8]), of_versions(7, [7, 8], [8, 8], [4, 6]))
     with pytest.raises(LagExceeded, match="step 8 .* ticket 7, .* versions 4 to 8.* max_lag=2"):
         buffer.take([3, 7], 8)

@@ -7,20 +7,17 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from llamarl.comm.groups import World
 from llamarl.config.command_line import compose_config
 from llamarl.config.conversion import load_config, save_config
 from llamarl.config.placement import TINY_MODEL
-from llamarl.launch.job import Job
-from llamarl.launch.run_directory import RunDirectory
 from llamarl.launch.scorers import reward_kinds
 from llamarl.scoring.pool import RewardPool, check_reward
 from llamarl.scoring.scorer import score_all, text_item
 from llamarl.tasks.forms import WorkerLimits, checked_by, form_of, takes_of, with_options
 from llamarl.words.names import NoFunction, import_function
 from tests.build.user_module import write_modules
+from tests.unit.refusals import job
 
 LIMITS = WorkerLimits(timeout_s=5.0, memory_mb=1024)
 OWN = """
@@ -166,9 +163,7 @@ def test_other_options_are_another_reward():
     """A checkpoint of one does not go on with the other; the order of options is none."""
 
     def identity(*words):
-        config = compose_config(["reward.fn=own_rewards:single", *words])
-        directory = RunDirectory(None, None)
-        (kind,) = reward_kinds(Job(config, World(0, 1, torch.device("cpu")), directory).inputs)
+        (kind,) = reward_kinds(job("reward.fn=own_rewards:single", *words).inputs)
         return kind.identity
 
     assert identity() == "own_rewards:single"
