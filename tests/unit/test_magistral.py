@@ -43,9 +43,6 @@ def clipped(ratio, advantage):
     return torch.minimum(ratio * advantage, ratio.clamp(1 - LOW, 1 + HIGH) * advantage)
 
 
-# --- the loss alone ---
-
-
 def mean_over_groups(p, values):
     """1/G sum_g 1/|o of g| sum_t of values, by loops over the trained labels of each group."""
     means = []
@@ -79,9 +76,6 @@ def test_kl_and_entropy_are_means_over_groups_too():
     added = p.call(regularised(LOSS, kl_coef=0.5))[0].item() - p.call(LOSS)[0].item()
     k3 = float(mean_over_groups(p, x.exp() - 1 - x))
     assert added == pytest.approx(0.5 * k3, rel=1e-10)
-
-
-# --- a whole update ---
 
 
 def uneven_groups():

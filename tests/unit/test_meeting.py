@@ -107,9 +107,6 @@ def test_half_of_a_launchers_variables_is_named(monkeypatch):
         meeting.launcher_store(1.0)
 
 
-# --- How a run ended ---
-
-
 def run(step, *, is_leader=True, reached_target=False):
     return SimpleNamespace(step=step, is_leader=is_leader, reached_target=reached_target)
 

@@ -16,7 +16,6 @@ from llamarl.memory import (
     Training,
     layer_elements,
     longest_microbatch,
-    update_bytes,
 )
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder, random_weights
@@ -85,22 +84,6 @@ def test_a_checkpointed_layer_holds_what_comes_into_it():
     one, two = (held_bytes(layers, size, torch.float32, True) for layers in (1, 2))
     width = read_config(tiny_directory()).hidden_size
     assert two - one == pytest.approx(4 * size.tokens * width, rel=0.05)
-
-
-def test_a_prompt_costs_its_length_times_the_layers_and_checkpointing_saves_most_of_it():
-    config = replace(read_config(tiny_directory()), num_hidden_layers=30)
-
-    def activations(tokens: int, checkpointing: bool = False) -> int:
-        training = Training(itemsize=2, checkpointing=checkpointing)
-        empty, full = (MicrobatchSize(1, 1, prompt, 64) for prompt in (1024, tokens))
-        peaks = [update_bytes(config, size, training).working for size in (empty, full)]
-        return peaks[1] - peaks[0]
-
-    assert activations(5120) / activations(3072) == pytest.approx(2, rel=0.1)
-    assert activations(4096, checkpointing=True) < activations(4096) / 5
-
-
-# --- Beside what an update allocates ---
 
 
 @pytest.fixture(scope="module")

@@ -58,9 +58,6 @@ def test_vectors_are_not_decayed_and_frozen_parameters_left_alone():
         build_optimizer([frozen], weight_decay=0.0, **ADAM)
 
 
-# --- schedules ---
-
-
 @pytest.mark.parametrize(
     ("schedule", "want"),
     [
@@ -99,9 +96,6 @@ def test_rates_are_positive_rise_then_fall_and_peak_at_lr(schedule, max_steps, d
     assert past == (2.0 if schedule == "constant" else 0.0)
 
 
-# --- clipping ---
-
-
 def test_clipping_by_hand():
     # the norm of (3, 4) with 12 is 13; clipped to 6.5 everything halves
     a = parameter(0.0, 0.0, grad=[3.0, 4.0])
@@ -126,8 +120,6 @@ def test_the_norm_of_bfloat16_gradients_is_summed_in_float32():
     a.grad = torch.ones_like(a)
     assert clip_grad_norm([a], None).item() == pytest.approx(math.sqrt(300), rel=1e-6)
 
-
-# --- 8-bit moments ---
 
 # Of a block's largest: three roundings to the codes, 0.0141 apart where they are coarsest.
 BLOCK = 3 * 0.0071

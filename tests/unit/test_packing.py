@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.learning import logprobs, packing
+from llamarl.learning import packing
 from llamarl.learning.collation import collate
-from llamarl.learning.logprobs import make_head, to_device
+from llamarl.learning.logprobs import make_head
 from llamarl.learning.losses.policy_gradient import policy_gradient
 from llamarl.learning.packing import filler, pack
 from llamarl.learning.targets import Targets
@@ -75,9 +75,6 @@ def assert_batches_equal(got: PackedBatch, want: PackedBatch):
         assert ours.dtype == theirs.dtype and torch.equal(ours, theirs), field.name
 
 
-# --- collate ---
-
-
 @given(lengths=st.lists(st.integers(1, 12), max_size=40), budget=st.integers(1, 15))
 def test_collate_is_first_fit_decreasing_and_loses_nothing(lengths, budget):
     def total(members: list[int]) -> int:
@@ -90,9 +87,6 @@ def test_collate_is_first_fit_decreasing_and_loses_nothing(lengths, budget):
     assert collate(lengths, budget) == naive
     with pytest.raises(ValueError, match="budget=0"):
         collate([1], 0)
-
-
-# --- pack ---
 
 
 def test_the_worked_example_of_packed_batch():
@@ -375,9 +369,6 @@ def test_what_cannot_be_packed_is_refused(groups, targets, message):
         pack(groups, given, budget_tokens=9, skip_zero_advantage=False)
 
 
-# --- gradients ---
-
-
 def gradients(decoder, batches, num_loss_tokens):
     decoder.zero_grad()
     for b in batches:
@@ -414,10 +405,3 @@ def test_gradients_do_not_depend_on_packing_dropping_or_fillers():
         found = gradients(decoder, [*got.microbatches, filler()], got.num_loss_tokens)
         torch.testing.assert_close(found, want, atol=PACKED_GRADIENT * largest, rtol=0)
     assert all((g == 0).all() for g in gradients(decoder, [filler()], 5))
-
-
-def test_to_device_moves_every_field(monkeypatch):
-    # The meta device has no lengths to make an attention of.
-    monkeypatch.setattr(logprobs, "PackedAttention", lambda cu_seqlens, parents: None)
-    moved, _ = to_device(filler(), "meta")
-    assert all(getattr(moved, f.name).is_meta for f in fields(PackedBatch))

@@ -177,8 +177,6 @@ def test_a_low_temperature_widens_the_limits():
     assert (cold.first, cold.floor) == (2 * usual.first, 2 * usual.floor)
 
 
-# --- marks: weights that travel with the canary ---
-
 ROWS = Box((4, 0), (3, 2))  # what the trainer's rank holds of a parameter [8, 2]
 
 

@@ -114,9 +114,6 @@ def test_a_victim_stands_beside_the_reward_or_where_it_is_put():
     assert "victim" not in placement_of(compose_config([]), 3)
 
 
-# --- the planner's choice ---
-
-
 def test_a_sheet_splits_all_kinds_of_ranks_without_overlap():
     config = compose_config(["placement.sheet=h100"])
     planned, words = planned_placement(config, RANKS)
@@ -146,9 +143,6 @@ def test_without_a_sheet_or_on_one_rank_nothing_is_planned(words, ranks):
 def test_a_sheet_that_is_not_there_is_named():
     with pytest.raises((ValueError, OSError), match="h101"):
         planned_placement(compose_config(["placement.sheet=h101"]), RANKS)
-
-
-# --- NCCL ---
 
 
 @pytest.mark.parametrize(

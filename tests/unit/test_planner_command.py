@@ -117,9 +117,6 @@ def test_auto_leaves_a_choice_to_the_planner():
     assert sorted(KEYS.values()) == sorted(fields)
 
 
-# --- Runs, whose rows are written by hand ---
-
-
 def test_a_row_of_an_asynchronous_run_is_a_point_of_each_curve(tmp_path):
     """The generator works for 0.3 s: it reads prompts of 24 tokens, each in a third of what a
     trained token takes, and decodes for the rest. Half a batch and 2 groups are 16 rows, and so

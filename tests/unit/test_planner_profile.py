@@ -117,16 +117,13 @@ def test_a_number_that_yaml_reads_as_a_text_is_a_number(tmp_path):
         profile.device.flops_of("float8")
 
 
-def test_what_is_no_profile_is_refused(tmp_path):
+@pytest.mark.parametrize("text, said", [("a: [", "not YAML"), ("- 1\n", "need keys and values")])
+def test_what_is_no_profile_is_refused(tmp_path, text, said):
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(BadProfile, match=said):
+        read_profile(tmp_path / "a.yaml")
     with pytest.raises(BadProfile, match="did you mean h100"):
         profile_path("h10")
-    file = tmp_path / "a.yaml"
-    file.write_text("a: [")
-    with pytest.raises(BadProfile, match="not YAML"):
-        read_profile(file)
-    file.write_text("- 1\n")
-    with pytest.raises(BadProfile, match="need keys and values"):
-        read_profile(file)
 
 
 # --- Curves ---
@@ -218,35 +215,20 @@ def test_more_work_takes_no_less_time(tokens):
 
 # --- The bytes of a plan, and those of a dry run of it ---
 
-WORK = StepWork(
-    groups=8,
-    group_size=4,
-    prompt_tokens=10,
-    completion_tokens=20,
-    longest_prompt=16,
-    max_new_tokens=40,
-)
-WORDS = [
-    "model.dtype=float32",
-    "groups_per_step=8",
-    "group_size=4",
-    "max_new_tokens=40",
-    "task.max_prompt_tokens=16",
-    "eval.every=0",
-]
+WORK = StepWork(8, 4, 10, 20, longest_prompt=16, max_new_tokens=40)
+WORDS = ["model.dtype=float32", "groups_per_step=8", "group_size=4", "max_new_tokens=40"]
+WORDS += ["task.max_prompt_tokens=16", "eval.every=0"]
 
 
 def dry_run(ranks, *words):
     """name -> price, as a dry run of so many ranks has them."""
     config = compose_config([*WORDS, *words, "+dry_run=true", f"+ranks={ranks}"])
     world = World(0, 1, torch.device("cpu")).imagined(ranks)
-    job = Job(config, world, RunDirectory(Path(), None))
-    return {price.name: price for price in prices(job)}
+    return {one.name: one for one in prices(Job(config, world, RunDirectory(Path(), None)))}
 
 
-def memory(numerics, **changes):
-    model = replace(read_config(tiny_directory()), **changes)
-    return Predictor(Costs(read_profile("h100"), model, numerics), WORK)
+def memory(numerics):
+    return Predictor(Costs(H100, MODEL, numerics), WORK)
 
 
 NUMBERS = Numerics(dtype="float32", compute_dtype="float32", on_cpu=True)
@@ -303,15 +285,9 @@ def test_as_many_slots_as_fit_fit_and_one_more_does_not():
 
 def test_a_key_head_that_several_ranks_need_is_held_by_each():
     """Of 2 key/value heads each of 4 ranks reads one: half of the cache, not a quarter."""
-    model = replace(
-        read_config(tiny_directory()), num_attention_heads=4, num_key_value_heads=2, head_dim=8
-    )
+    model = replace(MODEL, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
     whole = 2 * model.num_hidden_layers * 2 * 8
-    assert [numbers_of_token(model, split) for split in (1, 2, 4)] == [
-        whole,
-        whole // 2,
-        whole // 2,
-    ]
+    assert [numbers_of_token(model, n) for n in (1, 2, 4)] == [whole, whole // 2, whole // 2]
 
 
 def test_attention_weights_are_held_up_to_the_kernels_own_bounds():

@@ -195,8 +195,6 @@ def test_work_that_contradicts_itself_is_refused(changes, match):
         replace(WORK, **changes)
 
 
-# --- Theorem 7.5 ---
-
 POSITIVE = st.floats(0.1, 10.0)
 SHARES = st.floats(0.01, 0.99)
 

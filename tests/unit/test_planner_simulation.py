@@ -58,9 +58,6 @@ def step_of(changed, **settings):
     return simulate(run, timings(**changed)).step_s
 
 
-# --- Steps by hand ---
-
-
 def test_a_synchronous_step_is_the_sum_of_its_parts():
     seconds = dict(DECODE, score_s=0.25, publish_s=0.5, transfer_s=1.0, swap_s=0.25)
     result = outcome(seconds, max_lag=0, warmup_steps=1)
@@ -126,9 +123,6 @@ def test_a_prompt_is_read_once_for_the_completions_that_start_together():
     assert step_of(by_token, max_slots=2) == 11.0 + 2 * 3 / 16
 
 
-# --- Weights ---
-
-
 def test_weights_that_travel_longer_than_a_step_hold_the_trainer_up():
     seconds = dict(decode_s=0.03125, update_s=1.0, transfer_s=5.0)
     result = outcome(seconds, max_lag=8, overcommit=16, max_steps=24, warmup_steps=8)
@@ -143,9 +137,6 @@ def test_without_updates_in_flight_a_generator_drains_first():
     drained = outcome(seconds, **shared, in_flight_updates=False)
     assert drained.mean_lag > in_flight.mean_lag
     assert max(drained.lags) <= 4
-
-
-# --- Staleness ---
 
 
 def test_the_constant_is_that_of_the_executor():
@@ -222,9 +213,6 @@ def test_the_governor_is_the_real_one(monkeypatch):
     assert overcommit(oppo) == pytest.approx((11 * 1 + 2) / 12)
 
 
-# --- Chance, and no clock ---
-
-
 def test_a_simulation_reads_no_clock(monkeypatch):
     with monkeypatch.context() as patched:
         for name in ("time", "monotonic", "perf_counter", "process_time", "sleep"):
@@ -257,9 +245,6 @@ def test_lengths_follow_seed_and_ticket_and_have_the_mean_that_was_asked_for():
     assert abs(mean - 200.5) < 12  # rounded up, so half a token more
     cut = replace(settings, max_new_tokens=150)
     assert max(max(cut.lengths(ticket)) for ticket in range(100)) == 150
-
-
-# --- The command ---
 
 
 @pytest.mark.parametrize(

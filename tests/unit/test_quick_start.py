@@ -15,8 +15,6 @@ from torch.testing import assert_close
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from llamarl.learning.optim import build_optimizer
-from llamarl.models.build import Decoder, build_decoder
-from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.fsdp import is_dtensor, is_fsdp_module
 from llamarl.models.hf import PLAIN_TOKENIZERS, TAKEN_AT_WORD, load_tokenizer
 from tests.build.job import run_python
@@ -72,9 +70,6 @@ def loaded_by(*runs: tuple[str, ...], of: tuple[str, ...], until: int = 0) -> li
     return [json.loads(line.removeprefix("LOADED")) for line in told]
 
 
-# --- which modules a start loads ---
-
-
 def test_help_and_a_mistyped_key_load_no_torch():
     """The last is a recipe with an executor of the user's own, which loads torch and builds no
     other.
@@ -95,9 +90,6 @@ def test_a_run_in_one_process_loads_none_of_it_before_its_first_step(tmp_path):
     assert found == [[[], 0]]
 
 
-# --- the tokenizer ---
-
-
 @pytest.fixture
 def directory(tmp_path):
     """A copy of the embedded model, of another type or with another tokenizer; its path."""
@@ -111,7 +103,7 @@ def directory(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "model_type, tokenizer_class", zip_longest(TAKEN_AT_WORD, PLAIN_TOKENIZERS, fillvalue=None)
+    "model_type, tokenizer_class", list(zip_longest(TAKEN_AT_WORD, PLAIN_TOKENIZERS))
 )
 def test_a_plain_tokenizer_is_what_transformers_makes_of_it(model_type, tokenizer_class, directory):
     path = directory(model_type or TAKEN_AT_WORD[0], tokenizer_class or PLAIN_TOKENIZERS[0])
@@ -131,9 +123,6 @@ def test_a_directory_that_names_the_wrong_class_is_left_to_transformers(director
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda path, **_: asked.append(path))
     load_tokenizer(path)
     assert asked == [path]
-
-
-# --- what is built without the compiler ---
 
 
 def test_the_optimizer_gives_the_bits_of_pytorchs():
@@ -158,18 +147,6 @@ def test_the_optimizer_gives_the_bits_of_pytorchs():
     assert seen == ["after"] * 3
     own.zero_grad()
     assert all(p.grad is None for p in ours)
-
-
-def test_a_decoder_gets_memory_of_its_own_shapes():
-    config = read_config(tiny_directory())
-    with torch.device("meta"):
-        meta = Decoder(config, None)
-    decoder = build_decoder(config, device="cpu")
-    for p, q in zip(meta.parameters(), decoder.parameters(), strict=True):
-        assert (p.shape, p.stride(), p.dtype) == (q.shape, q.stride(), q.dtype)
-        assert isinstance(q, nn.Parameter) and q.requires_grad and not q.is_meta
-    addresses = [p.data_ptr() for p in decoder.parameters()]
-    assert len(set(addresses)) == len(addresses)
 
 
 def test_what_is_sharded_is_known_on_every_rank(pool):

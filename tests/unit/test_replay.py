@@ -9,7 +9,6 @@ import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, permutations, product
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,12 +17,8 @@ from hypothesis import strategies as st
 
 from executors.build_trainer import build_buffer
 from llamarl.comm.channel import dp_rank_of
-from llamarl.comm.groups import World
 from llamarl.comm.together import TrainerRanks
-from llamarl.config.command_line import compose_config
 from llamarl.errors import LagExceeded
-from llamarl.launch.job import Job
-from llamarl.launch.run_directory import RunDirectory
 from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.replay import (
     ReplayBuffer,
@@ -38,6 +33,7 @@ from llamarl.learning.step_metrics import lag_histogram
 from tests.build.group import build_group
 from tests.build.job import finished_job
 from tests.launching import SMALL
+from tests.unit.refusals import job
 from tests.unit.replaying import ALONE, draw, group, names_of
 
 NAN = float("nan")
@@ -45,13 +41,9 @@ NAN = float("nan")
 QUANTILE = 3.72
 
 
-def buffer_of(*, sync_period=1, max_size=1000, seed=0, prompts=2, completions=2, **options):
-    chosen = {}
-    for name in ("most_on_policy", "priority", "temperature"):
-        if name in options:
-            chosen[name] = options.pop(name)
-    how = draw(prompts, completions, **chosen)
-    return ReplayBuffer(draw=how, sync_period=sync_period, max_size=max_size, seed=seed, **options)
+def buffer_of(*, prompts=2, completions=2, most_on_policy=0.5, priority="softmax", **options):
+    how = draw(prompts, completions, most_on_policy, priority)
+    return ReplayBuffer(draw=how, **{"sync_period": 1, "max_size": 1000, "seed": 0, **options})
 
 
 class Naive:
@@ -612,11 +604,10 @@ def test_what_two_ranks_both_find_counts_once_and_outlives_their_number():
 @pytest.mark.parametrize("draw, num_buffers", [("local", 2), ("shared", 1), ("split", 1)])
 def test_prompts_and_room_are_shared_out_over_a_runs_buffers(draw, num_buffers):
     words = ("buffer=replay", "buffer.max_size=600", f"buffer.draw={draw}")
-    config = compose_config([*words, "loss=tb", "reference=frozen", "groups_per_step=8"])
-    job = Job(config, World(0, 3, torch.device("cpu")), RunDirectory(Path("."), None))
-    job.placement["trainer"] = (0, 1)
-    assert job.placement.num_buffers == num_buffers
-    buffer = build_buffer(config, job)
+    made = job(*words, "loss=tb", "reference=frozen", "groups_per_step=8")
+    made.placement["trainer"] = (0, 1)
+    assert made.placement.num_buffers == num_buffers
+    buffer = build_buffer(made.config, made)
     assert buffer.draw.prompts == 8 // num_buffers
     assert buffer.max_size == 600 // num_buffers
 

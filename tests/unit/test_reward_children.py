@@ -18,7 +18,7 @@ from llamarl.errors import RewardError
 from llamarl.scoring.pool import RewardPool
 from llamarl.workers import guard
 from llamarl.workers import process as process_module
-from llamarl.workers.memory_limit import Note, Watch, too_much, write_note
+from llamarl.workers.memory_limit import Note, Watch, too_much
 from tests.build.user_module import write_modules
 from tests.launching import ROOT
 
@@ -242,8 +242,6 @@ def test_a_worker_that_the_kernel_holds_is_left_behind_and_told_of(monkeypatch, 
     assert_all_end(started(), 4)
 
 
-# --- What it holds ---
-
 MB = 1 << 20
 LIMIT_MB = 256
 HOLDS = """
@@ -422,16 +420,6 @@ os.posix_spawn(sys.executable, [sys.executable, "-c", ""], os.environ, file_acti
             child.kill()
 
 
-def test_the_next_look_comes_the_sooner_the_less_is_left(note):
-    process = process_that("held = b'x' * (100 << 20)")
-    with process:
-        near = Watch(process.pid, 200 * MB, note.writer)
-        far = Watch(process.pid, 5000 * MB, note.writer)
-        assert not near.is_too_much() and not far.is_too_much()
-        assert near.wait_s() < far.wait_s()
-        process.kill()
-
-
 @pytest.mark.parametrize("way", ["dies", "frees"])
 def test_what_no_look_saw_is_known_by_the_peak(note, way):
     code = f"""
@@ -453,12 +441,6 @@ if {way!r} == "dies":
 """
     subprocess.run([sys.executable, "-c", code], pass_fds=[note.writer], check=True, timeout=120)
     assert 200 * MB < note.read() < 300 * MB
-
-
-def test_a_note_is_read_once_and_is_none_where_nothing_was_written(note):
-    assert note.read() is None
-    write_note(note.writer, 7)
-    assert note.read() == 7 and note.read() is None
 
 
 def test_failures_of_one_kind_have_one_text():

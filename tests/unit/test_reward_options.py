@@ -14,7 +14,7 @@ from llamarl.config.placement import TINY_MODEL
 from llamarl.launch.scorers import reward_kinds
 from llamarl.scoring.pool import RewardPool, check_reward
 from llamarl.scoring.scorer import score_all, text_item
-from llamarl.tasks.forms import WorkerLimits, checked_by, form_of, takes_of, with_options
+from llamarl.tasks.forms import WorkerLimits, checked_by, with_options
 from llamarl.words.names import NoFunction, import_function
 from tests.build.user_module import write_modules
 from tests.unit.refusals import job
@@ -70,10 +70,7 @@ def scored(name, **options):
     return outcome.value
 
 
-# --- in every form ---
-
-
-@pytest.mark.parametrize("form", ["single", "later", "checked"])
+@pytest.mark.parametrize("form", ["single", "later", "checked", "verl", "batch"])
 def test_an_option_reaches_the_function(form):
     assert scored(form, scale=2.0) == 6.0
     assert scored(form) == 3.0
@@ -82,15 +79,6 @@ def test_an_option_reaches_the_function(form):
 def test_an_option_is_not_overwritten_by_a_column_of_the_row():
     """Without the option the column is what TRL hands over, a list."""
     assert scored("trl", scale=2.0) == 6.0
-
-
-def test_a_function_with_options_keeps_its_form():
-    import_function("own_rewards:plain")
-    own = sys.modules["own_rewards"]
-    for name, form in (("single", "single"), ("verl", "verl"), ("batch", "batch"), ("trl", "trl")):
-        filled = with_options(getattr(own, name), {"scale": 2.0}, name, LIMITS)
-        assert form_of(filled) == form
-    assert takes_of(with_options(own.later, {"scale": 2.0}, "later", LIMITS)) == "several"
 
 
 @pytest.mark.parametrize(
@@ -116,9 +104,6 @@ def test_options_are_checked_with_their_defaults_too():
     assert seen == [(LIMITS, {})]
 
 
-# --- short names ---
-
-
 def test_rewards_is_the_packages_own_module():
     assert import_function("rewards:math_match").__module__ == "llamarl.tasks.math_answers"
     with pytest.raises(NoFunction, match="no function math_mach; did you mean math_match?"):
@@ -139,9 +124,6 @@ def test_a_module_that_refuses_to_be_imported_says_why_itself(own_folder):
     (own_folder / "refusing.py").write_text("raise ModuleNotFoundError('scorelib is absent')")
     with pytest.raises(ModuleNotFoundError, match="scorelib is absent"):
         import_function("refusing:score")
-
-
-# --- configurations ---
 
 
 def test_options_of_a_config_are_read_written_and_read_again(tmp_path):
