@@ -10,6 +10,7 @@ model_config  the ModelConfig of a small decoder
 model_directory  a copy of the embedded model, and a random model from a config.json
 composing     Hydra's compose, which reads conf/ once
 kind_settings  the settings of a model, an encoder, a judge or novelty
+rows          a file of rows, such as a task reads
 user_module   a module in the user's own directory
 console       a terminal and a clock of the test's own
 job           a job that runs to its end; a program's output

@@ -15,6 +15,7 @@ import pytest
 from llamarl.observe import report
 from llamarl.observe.alarms import RECENT, Observed, alarms_of
 from llamarl.observe.report import write_report
+from tests.build.rows import write_rows
 
 NODE = shutil.which("node")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -196,9 +197,8 @@ def shown_sample(step, text=HOSTILE):
 def run_with(directory, samples):
     directory.mkdir(exist_ok=True)
     rows = [{"step": step, "loss/value": 0.5, "time/step_s": 1.0} for step in range(1, 5)]
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    text = "".join(json.dumps(sample) + "\n" for sample in samples)
-    (directory / "samples.jsonl").write_text(text)
+    write_rows(directory / "metrics.jsonl", *rows)
+    write_rows(directory / "samples.jsonl", *samples)
     return directory
 
 

@@ -11,6 +11,7 @@ import pytest
 from llamarl.config.command_line import check_command_line
 from llamarl.models.sharding import num_parameters
 from llamarl.planner.profile import read_profile
+from tests.build.rows import write_rows
 from tests.house import ROOT
 
 
@@ -52,11 +53,11 @@ def test_both_sides_are_given_the_same_settings_and_ours_is_a_job_of_the_config(
 
 
 def test_an_oracle_draws_the_prompts_that_are_sometimes_solved(programs, tmp_path):
-    path = tmp_path / "scores.jsonl"
-    with path.open("w") as file:
-        for number, given in enumerate(([1, 0] * 8, [0] * 16)):
-            for sample, score in enumerate(given):
-                file.write(json.dumps({"number": number, "sample": sample, "score": score}) + "\n")
+    rows = []
+    for number, given in enumerate(([1, 0] * 8, [0] * 16)):
+        for sample, score in enumerate(given):
+            rows.append({"number": number, "sample": sample, "score": score})
+    path = write_rows(tmp_path / "scores.jsonl", *rows)
     found = programs.informative.oracle(path)
     teaches = 1 - 2 * 0.5**programs.informative.SIZE
     assert found["uniform"] == pytest.approx(teaches / 2)

@@ -17,6 +17,7 @@ from llamarl.config.command_line import (
 from llamarl.config.conversion import load_config, save_config, to_values
 from llamarl.config.evaluation import EVALUATION
 from llamarl.models.config import tiny_directory
+from tests.build.rows import write_rows
 
 # Shapes of published config.json files, with the number of parameters that their authors print.
 LLAMA = {
@@ -50,9 +51,8 @@ def model_of(size, folder):
 
 
 def rows_file(folder):
-    file = folder / "rows.jsonl"
-    file.write_text('{"prompt": "1+1=", "question": "1+1=", "answer": "#### 2"}\n' * 20)
-    return file
+    row = {"prompt": "1+1=", "question": "1+1=", "answer": "#### 2"}
+    return write_rows(folder / "rows.jsonl", *[row] * 20)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 by file and field.
 """
 
-import json
 import logging
 import shutil
 from pathlib import Path
@@ -20,6 +19,8 @@ from llamarl.models.hf import load_weights
 from llamarl.scoring.kinds.function import FunctionKind
 from llamarl.types import MESSAGES_KEY
 from tests.build.model_directory import copy_tiny
+from tests.build.rows import write_rows
+from tests.build.user_module import write_modules
 from tests.judge_server import JudgeServer
 from tests.padded import padded_directory
 from tests.random_models import swap_tokens
@@ -276,10 +277,9 @@ def tried(tmp_path, monkeypatch, launch_here):
     """tried(name, *overrides): exit code and what was said of a start with a function that is tried
     on samples; the run ends for another reason, once everything of the user's is looked at.
     """
-    (tmp_path / "mine.py").write_text(SAMPLED)
+    write_modules(tmp_path, monkeypatch, mine=SAMPLED)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "in_the_way").touch()
-    monkeypatch.chdir(tmp_path)
 
     def start(name, *overrides):
         code, output = launch_here(f"reward.fn=mine:{name}", "run_dir=run", *overrides)
@@ -322,10 +322,9 @@ def test_the_samples_are_the_rows_own_answers_as_they_would_be_sampled(model):
         assert sampled["raw_text"] == text + run.inputs.tokenizer.eos_token
 
 
-def write_rows(tmp_path, *rows):
+def files_of(tmp_path, *rows):
     """Return the words that name a file with these rows, all of them for training."""
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = write_rows(tmp_path / "rows.jsonl", *rows)
     return (f"task.path={file}", f"task.eval_path={file}")
 
 
@@ -333,7 +332,7 @@ def test_a_sample_of_a_conversation_has_its_turns(model, tmp_path):
     template = "{% for m in messages %}{{ m.content }}={% endfor %}"
     change(model / "tokenizer_config.json", chat_template=template)
     turns = [{"role": "system", "content": "7"}, {"role": "user", "content": "1+1"}]
-    files = write_rows(tmp_path, *[{"prompt": turns, "answer": "2"}] * 3)
+    files = files_of(tmp_path, *[{"prompt": turns, "answer": "2"}] * 3)
     for item in samples_of(model_job(model, "task=jsonl", *files).inputs):
         assert (item.prompt.text, item.text) == ("system: 7\n\nuser: 1+1", "2")
         assert item.meta[MESSAGES_KEY] == turns
@@ -342,7 +341,7 @@ def test_a_sample_of_a_conversation_has_its_turns(model, tmp_path):
 def rows_job(model, tmp_path, answers, *words):
     """Return the job of a file with these answers."""
     rows = [{"prompt": f"{n}+0=", "answer": answer} for n, answer in enumerate(answers)]
-    words = (*write_rows(tmp_path, *rows), "task.max_prompt_tokens=24", *words)
+    words = (*files_of(tmp_path, *rows), "task.max_prompt_tokens=24", *words)
     return model_job(model, "task=jsonl", "task.chat=false", *words)
 
 
@@ -406,7 +405,7 @@ def test_a_check_of_rows_that_takes_long_says_so_and_ends(model, tmp_path, caplo
 def mixture(part: str, tmp_path, *rows: dict) -> tuple[str, str]:
     """Return the words of a mixture of a part and of these rows behind it."""
     files = ", ".join(
-        word.removeprefix("task.").replace("=", ": ") for word in write_rows(tmp_path, *rows)
+        word.removeprefix("task.").replace("=", ": ") for word in files_of(tmp_path, *rows)
     )
     mine = f"{{kind: jsonl, {files}, chat: false, max_prompt_tokens: 64}}"
     return ("task=mixture", f"task.parts={{sums: {part}, mine: {mine}}}")

@@ -1,7 +1,6 @@
 """Comparing runs: hand arithmetic on hand-made metrics files; what cannot be compared is said."""
 
 import functools
-import json
 import math
 import struct
 
@@ -11,6 +10,7 @@ from llamarl.config.command_line import compose_config
 from llamarl.config.conversion import save_config
 from llamarl.observe import compare
 from llamarl.observe.compare import ROOT_KL, load_runs, variants_of
+from tests.build.rows import write_rows
 
 EXACT = 1e-12
 
@@ -32,7 +32,7 @@ def make(tmp_path):
             row = {"step": step, "time/wall_s": wall}
             row |= {name: column[step] for name, column in values.items()}
             rows.append({name: value for name, value in row.items() if value is not None})
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(folder / "metrics.jsonl", *rows)
         return folder
 
     return made

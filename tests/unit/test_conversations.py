@@ -16,6 +16,7 @@ from llamarl.scoring.sharded import Transcript
 from llamarl.tasks.base import Example, PromptMaker, text_of
 from llamarl.tasks.forms import call_of
 from llamarl.types import MESSAGES_KEY, Message
+from tests.build.rows import write_rows
 from tests.built_tasks import build_task
 
 TEMPLATE = (
@@ -37,15 +38,10 @@ def tokenizer():
     return loaded
 
 
-def write(file, *rows):
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
-
-
 def task_of(tmp_path, tokenizer, *prompts, kind="jsonl", **settings):
     rows = [{"prompt": prompt, "answer": str(n)} for n, prompt in enumerate(prompts)]
     if kind == "jsonl":
-        path = write(tmp_path / "rows.jsonl", *rows)
+        path = write_rows(tmp_path / "rows.jsonl", *rows)
     else:
         datasets = pytest.importorskip("datasets")
         path = tmp_path / "dataset"
@@ -117,7 +113,7 @@ def test_a_bad_conversation_is_named_by_file_and_line(tokenizer, tmp_path, promp
 
 def test_a_row_has_no_place_of_its_own_for_the_turns(tokenizer, tmp_path):
     row = {"prompt": TURNS, "answer": "4", MESSAGES_KEY: [ASKED]}
-    file = write(tmp_path / "rows.jsonl", row)
+    file = write_rows(tmp_path / "rows.jsonl", row)
     with pytest.raises(ValueError, match='jsonl:1: the key "prompt_messages" is where a reward'):
         build_task("jsonl", tokenizer, path=file, eval_path=file)
     # Where it is the prompt itself there is no other.
@@ -189,7 +185,7 @@ def test_preference_rows_of_conversations_are_prompts_of_the_main_job(tokenizer,
     rows = []
     for number, prompt in enumerate(made):
         rows.append(row_of(pair, maker.turns(prompt.asked), number=number, margin_coef=0.0))
-    file = write(tmp_path / "pairs.jsonl", *rows)
+    file = write_rows(tmp_path / "pairs.jsonl", *rows)
     # Without the system prompt: the rows say it themselves.
     task = build_task("jsonl", tokenizer, path=file, eval_path=file, answer_key=None)
     for number, prompt in enumerate(made):
