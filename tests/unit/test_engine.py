@@ -534,6 +534,7 @@ def first_turns(made, count=3):
 
 
 def go_on(made, finished, context=CONTEXT):
+    """Have eight tokens sampled behind the context."""
     for completion in finished.values():
         most = completion.token_ids.numel() + len(context) + 8
         made.submit_partial(behind(completion, context, SamplingParams(most)))
@@ -553,35 +554,26 @@ def computed_tokens(made, monkeypatch):
     return counted
 
 
-def test_a_turn_behind_kept_rows_is_as_one_forward_says_and_computes_only_what_is_new(
-    way, monkeypatch
+@pytest.mark.parametrize(
+    "kept_tokens, kept, num_computed",
+    # Two turns of the three are equal: where nothing is kept, these are read once.
+    [(100, [0, 1, 2], 3 * 5), (4, [1, 2], 7 + 2 * 5), (0, [], 2 * 7)],
+)
+def test_a_turn_goes_on_as_one_forward_says_and_computes_only_what_is_not_kept(
+    way, monkeypatch, kept_tokens, kept, num_computed
 ):
-    made = engine(kept_tokens=100)
+    made = engine(kept_tokens=kept_tokens)
     finished = first_turns(made)
-    assert made._kept.places == 3 * (len(PROMPTS[0]) - 1), "the turn's token was not read"
+    assert [key[2] for key in made._kept._rows] == kept, "the oldest is dropped"
+    assert made._kept.places == 2 * len(kept), "the turn's token was not read"
     counted = computed_tokens(made, monkeypatch)
     found = go_on(made, finished)
-    assert counted == [3 * (2 + len(CONTEXT))]
+    assert sum(counted) == num_computed
     assert made._kept.places == 0
     for key, completion in found.items():
         assert completion.loss_mask.tolist() == [True, False, False, False] + [True] * 8
         assert completion.token_ids[0] == finished[key].token_ids[0]
     assert_parity(made, found.values())
-
-
-def test_rows_that_were_dropped_are_computed_anew_and_sample_the_same(way):
-    kept = engine(kept_tokens=100)
-    found = go_on(kept, first_turns(kept))
-    none = engine(kept_tokens=0)
-    anew = go_on(none, first_turns(none))
-    some = engine(kept_tokens=2 * (len(PROMPTS[0]) - 1))
-    turns = first_turns(some)
-    assert [key[2] for key in some._kept._rows] == [1, 2], "the oldest was dropped"
-    mixed = go_on(some, turns)
-    for others in (anew, mixed):
-        for key, completion in found.items():
-            assert torch.equal(completion.token_ids, others[key].token_ids)
-            assert_close(completion.generator_logprobs, others[key].generator_logprobs)
 
 
 def test_a_row_that_ended_before_its_chunk_did_keeps_what_it_had_read(way):
@@ -605,8 +597,7 @@ def test_a_row_that_ended_before_its_chunk_did_keeps_what_it_had_read(way):
 
 def test_a_turn_behind_a_restart_reads_what_follows_it_alone(way):
     made = engine(kept_tokens=100)
-    finished = first_turns(made, count=1)
-    (completion,) = finished.values()
+    (completion,) = first_turns(made, count=1).values()
     partial = behind(completion, CONTEXT, SamplingParams(20))
     restarts = torch.tensor([False, True, False, False])
     made.release(0, 7, 0)
@@ -639,11 +630,8 @@ def test_new_weights_that_recompute_drop_what_is_kept(way):
 
 def test_a_context_longer_than_a_piece_is_prefilled_in_pieces_from_the_first_token(way):
     made = engine(kept_tokens=100, prefill_chunk=4)
-    finished = first_turns(made, count=1)
-    long = [3, 11, 4, 8, 9, 10]
-    for completion in finished.values():
-        made.submit_partial(behind(completion, long, SamplingParams(12)))
-    assert_parity(made, drain(made).values())
+    found = go_on(made, first_turns(made, count=1), context=[3, 11, 4, 8, 9, 10])
+    assert_parity(made, found.values())
 
 
 def test_what_is_aborted_or_released_keeps_nothing():

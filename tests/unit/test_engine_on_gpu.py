@@ -11,9 +11,9 @@ from llamarl.inference import Engine, SamplingParams
 from llamarl.inference.cache import Pieces, SlotCache
 from llamarl.machine.offload import DeviceSharing
 from llamarl.models.quantize import QuantizedLinear, _takes_row_scales, quantize_decoder
-from tests.decoding import drain
+from tests.decoding import EVEN_CONFIG as CONFIG
+from tests.decoding import LOGITS, drain, random_decoder
 from tests.imagined_gpu import GPU, imagined_gpu
-from tests.small_decoders import CONFIG, LOGITS, drawn_decoder
 from tests.tolerances import of_logprobs, rounding
 
 SLOW = pytest.mark.slow
@@ -46,7 +46,7 @@ def at_work(gpu):
 
 def engine_on(device, *, cuda_graphs=True, decoder=None, **options):
     return Engine(
-        decoder or drawn_decoder(),
+        decoder or random_decoder(config=CONFIG),
         max_slots=8,
         max_len=32,
         device=device,
@@ -85,14 +85,14 @@ def test_what_a_gpu_samples_has_the_logprobs_that_a_cpu_gives_it(gpu, cuda_graph
 def test_every_demand_on_the_sampler_runs_on_a_gpu(gpu, cuda_graphs):
     """Of a vocabulary so large that a CPU looks at its likeliest tokens first."""
     config = dataclasses.replace(CONFIG, vocab_size=300)
-    decoder = drawn_decoder(config)
+    decoder = random_decoder(config=config)
     engine = engine_on("cuda", cuda_graphs=cuda_graphs, decoder=decoder)
     engine.submit(0, PROMPTS[0], SamplingParams(5, temperature=0.0))
     engine.submit(1, PROMPTS[1], SamplingParams(5, temperature=0.7, top_k=5, top_p=0.9))
     late = SamplingParams(5, min_new_tokens=4, stop_token_ids=tuple(range(2, 40)))
     engine.submit(2, PROMPTS[2], late)
     found = drained(engine)
-    assert_scored_alike([found[0, 0]], engine_on("cpu", decoder=drawn_decoder(config)))
+    assert_scored_alike([found[0, 0]], engine_on("cpu", decoder=random_decoder(config=config)))
     assert found[2, 0].token_ids.numel() >= 4
     assert all(c.generator_logprobs.isfinite().all() for c in found.values())
 
@@ -177,7 +177,7 @@ def test_the_first_token_of_a_shape_runs_before_it_is_captured(gpu, at_work):
 def test_graphs_read_weights_that_are_copied_in_place_and_stamp_the_new_version(gpu, at_work):
     engine = at_work(5, SamplingParams(16, n=2))
     captured = gpu.streams.num_captures
-    other = drawn_decoder(seed=1)
+    other = random_decoder(seed=1, config=CONFIG)
     with torch.no_grad():
         for mine, its in zip(engine.decoder.parameters(), other.parameters()):
             mine.copy_(its)
@@ -220,7 +220,7 @@ def test_pieces_of_growing_sequences_attend_on_a_gpu_as_on_a_cpu(gpu):
     seen = {}
     for device in ("cpu", "cuda"):
         random.manual_seed(0)
-        cache = SlotCache(drawn_decoder().to(device), 3, 16, 48)
+        cache = SlotCache(random_decoder(config=CONFIG).to(device), 3, 16, 48)
         cache.reserve(3, 16)
         for starts in ([0, 0], [3, 2]):
             pieces = Pieces(cache, slots_N, torch.tensor(starts), lengths_N)
@@ -234,7 +234,7 @@ def test_pieces_of_growing_sequences_attend_on_a_gpu_as_on_a_cpu(gpu):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, product", [("fp8", "_scaled_mm"), ("int8", "_int_mm")])
 def test_a_quantised_generator_decodes_by_graphs_with_its_own_products(gpu, kind, product):
-    decoder = drawn_decoder(dtype=torch.bfloat16)
+    decoder = random_decoder(config=CONFIG, dtype=torch.bfloat16)
     decoder.to("cuda")
     quantize_decoder(decoder, kind)
     engine = engine_on("cuda", decoder=decoder)

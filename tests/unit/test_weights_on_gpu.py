@@ -15,9 +15,9 @@ from llamarl.ddma.sender import WeightsSender
 from llamarl.models.quantize import QUANTIZED, quantize_rows
 from llamarl.models.sharding import parameter_shapes
 from tests.build.routes import PATIENCE_S, control_of, route_of
+from tests.decoding import EVEN_CONFIG as CONFIG
 from tests.imagined_gpu import GPU, OnGpu, imagined_gpu
 from tests.imagined_ranks import Office, Post
-from tests.small_decoders import CONFIG
 
 SHAPES = parameter_shapes(CONFIG)
 
