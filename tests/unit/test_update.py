@@ -15,6 +15,7 @@ from llamarl.learning.logprobs import canary_of
 from llamarl.learning.losses.common import per_completion, uses_all_completions, whole_groups
 from llamarl.learning.losses.policy_gradient import policy_gradient
 from llamarl.learning.losses.regularisers import regularised
+from llamarl.learning.optim import value_at
 from llamarl.learning.packing import pack
 from llamarl.learning.targets import Shaping, Targets
 from llamarl.learning.update import StepAborted
@@ -126,11 +127,7 @@ def test_a_batch_with_nothing_to_train_is_a_step_of_no_change():
     before = weights_of(update)
     metrics = update.run([group(2, [3, 2], [NAN, NAN])], VERSION, go_on)
     assert all(torch.equal(a, b) for a, b in zip(weights_of(update), before))
-    assert (metrics["grad_norm"], metrics["tokens/trained"], metrics["loss/value"]) == (
-        0.0,
-        0.0,
-        0.0,
-    )
+    assert [metrics[name] for name in ("grad_norm", "tokens/trained", "loss/value")] == [0.0] * 3
     assert metrics["parity/logprob_diff_max"] is None and metrics["reward/error_rate"] == 1.0
     assert all(v is None or math.isfinite(v) for v in metrics.values())
 
@@ -142,19 +139,12 @@ def test_the_loss_gets_a_reference_only_where_one_ran():
         seen.append(inputs.ref_logprobs)
         return regularised(policy_gradient)(inputs)
 
-    without, with_one = (
-        group(4, [2, 3], [0.0, 1.0]),
-        group(4, [2, 3], [0.0, 1.0], ref_logprobs=-torch.arange(5.0)),
-    )
+    without = group(4, [2, 3], [0.0, 1.0])
+    with_one = dataclasses.replace(without, ref_logprobs=-torch.arange(5.0))
     update = update_of(loss_fn=loss_fn)
     assert update.run([without], VERSION, go_on)["kl/ref"] is None and seen == [None]
-    assert update.run([with_one], VERSION, go_on)["kl/ref"] > 0 and seen[1].tolist() == [
-        0.0,
-        -1.0,
-        -2.0,
-        -3.0,
-        -4.0,
-    ]
+    assert update.run([with_one], VERSION, go_on)["kl/ref"] > 0
+    assert seen[1].tolist() == [0.0, -1.0, -2.0, -3.0, -4.0]
 
 
 # --- what changes nothing ---
@@ -184,15 +174,10 @@ def test_a_stop_at_any_microbatch_changes_nothing_and_the_step_can_be_made_again
         else:
             break
     groups = groups_of()
-    packing = pack(
-        groups,
-        [Targets.of(g, advantages_of(g)) for g in groups],
-        budget_tokens=17,
-        skip_zero_advantage=False,
-    )
-    assert (
-        microbatches == len(packing.microbatches) + 1 > 3
-    )  # a boundary before each microbatch, and one before the step
+    targets = [Targets.of(g, advantages_of(g)) for g in groups]
+    packing = pack(groups, targets, budget_tokens=17, skip_zero_advantage=False)
+    # A boundary before each microbatch, and one before the step.
+    assert microbatches == len(packing.microbatches) + 1 > 3
     once = seasoned(microbatch_tokens=17)
     once.run(groups_of(), VERSION, go_on)
     assert state_of(update) == state_of(once) != before
@@ -208,29 +193,27 @@ def bad_loss(value=0.0, gradient=1.0):
     return loss_fn
 
 
-def nan_in_the_generators_logprobs():
-    groups = groups_of()
+def with_nan(groups):
     groups[2].generator_logprobs[3] = NAN  # a trained token
-    return policy_gradient, groups
+    return groups
 
 
 @pytest.mark.parametrize(
-    "case",
+    "loss_fn, groups",
     [
-        nan_in_the_generators_logprobs,
-        lambda: (bad_loss(value=math.inf), groups_of()),
-        lambda: (bad_loss(gradient=math.inf), groups_of()),
+        (policy_gradient, with_nan(groups_of())),
+        (bad_loss(), with_nan(groups_of())),  # which does not look at them
+        (bad_loss(value=math.inf), groups_of()),
+        (bad_loss(gradient=math.inf), groups_of()),
     ],
-    ids=["generator_nan", "loss_inf", "gradient_inf"],
+    ids=["generator_nan", "generator_nan_unseen", "loss_inf", "gradient_inf"],
 )
-def test_what_is_not_finite_changes_nothing_and_is_named(case):
-    loss_fn, groups = case()
+def test_what_is_not_finite_changes_nothing_and_is_named(loss_fn, groups):
     update = seasoned(microbatch_tokens=17)
     update.loss_fn = loss_fn
     before = state_of(update)
-    with pytest.raises(
-        NotFinite, match=rf"step {VERSION}: .*(nan|inf).*Tickets on this rank: \[4, 1, 3, 7\]"
-    ):
+    said = rf"step {VERSION}: .*(nan|inf).*Tickets on this rank: \[4, 1, 3, 7\]"
+    with pytest.raises(NotFinite, match=said):
         update.run(groups, VERSION, go_on)
     assert_unchanged(update, before)
 
@@ -245,73 +228,44 @@ def test_a_finite_custom_loss_is_a_step():
 
 # --- parity ---
 
-
-def own_logprobs(offset=0.0, versions=VERSION, size=2):
-    """A group of the uniform decoder's own logprobs, off by `offset` on its last token."""
-    g = group(4, [3, 4], [0.0, 1.0], policy_versions=torch.full((7,), versions))
-    g.generator_logprobs.fill_(-math.log(VOCAB))
-    g.generator_logprobs[-1] += offset
-    return [g]
-
-
-def test_logprobs_that_are_no_number_are_seen_even_if_the_loss_does_not_look_at_them():
-    update = update_of(decoder_of(uniform=True), bad_loss())
-    before = state_of(update)
-    with pytest.raises(NotFinite, match="sum of log ratios nan"):
-        update.run(own_logprobs(NAN, VERSION - 1), VERSION, go_on)
-    assert state_of(update) == before
-
-
-def test_fresh_tokens_with_other_logprobs_are_a_parity_error_and_change_nothing():
-    update = update_of(decoder_of(uniform=True), bad_loss(), parity=ParityLimits.of(fixed=0.001))
-    before = state_of(update)
-    with pytest.raises(ParityError, match=f"step {VERSION}: .* differ by 0.001768 .* 0.001"):
-        update.run(own_logprobs(-0.02), VERSION, go_on)
-    assert state_of(update) == before
+# Versions of the tokens of two completions, of 3 and 4.
+FRESH = [VERSION] * 7
+STALE = [VERSION - 1] * 7
+LAST_IS_FRESH = [*STALE[:6], VERSION]
+SECOND_IS_FRESH = [*STALE[:3], *FRESH[3:]]
 
 
 @pytest.mark.parametrize(
-    "offset, versions, tolerance, want",
+    "offset, versions, tolerance, recomputes_kv, want",
     [
-        (0.02, VERSION, 0.03, 0.02),  # within
-        (0.0, VERSION, 0.01, 0.0),
-        (5.0, VERSION - 1, 0.01, None),  # no fresh token
-        (5.0, VERSION, None, 5.0),  # not compared, and still reported
+        (0.02, FRESH, 0.03, False, 0.02),  # within
+        (0.0, FRESH, 0.01, False, 0.0),
+        (5.0, STALE, 0.01, False, None),  # no fresh token
+        (5.0, FRESH, None, False, 5.0),  # not compared, and still reported
+        (-0.02, FRESH, 0.001, False, "differ by 0.001768 .* 0.001"),
+        (0.5, SECOND_IS_FRESH, 0.001, False, "differ by"),
+        # It went on under the trainer's weights; what it reads is theirs only with recompute_kv.
+        (0.5, LAST_IS_FRESH, 0.001, False, None),
+        (0.5, LAST_IS_FRESH, 0.001, True, "differ by"),
     ],
 )
-def test_parity_is_of_fresh_tokens_alone(offset, versions, tolerance, want):
-    parity = None if tolerance is None else ParityLimits.of(fixed=tolerance)
-    update = update_of(decoder_of(uniform=True), parity=parity)
-    got = update.run(own_logprobs(offset, versions), VERSION, go_on)["parity/logprob_diff_max"]
-    assert got is want is None or got == pytest.approx(want, abs=1e-5)
-
-
-@pytest.mark.parametrize("recomputes_kv", [False, True])
-def test_a_completion_that_went_on_under_new_weights_is_compared_only_if_its_cache_did_too(
-    recomputes_kv,
+def test_fresh_tokens_alone_are_compared_and_others_end_the_step(
+    offset, versions, tolerance, recomputes_kv, want
 ):
-    """Its last token is sampled by the trainer's weights; what it reads is theirs only with
-    recompute_kv.
-    """
-    g = own_logprobs(0.5, VERSION - 1)[0]
-    g.policy_versions[-1] = VERSION
-    update = update_of(
-        decoder_of(uniform=True), parity=ParityLimits.of(fixed=0.001), recomputes_kv=recomputes_kv
-    )
-    if recomputes_kv:
-        with pytest.raises(ParityError):
+    """Of the uniform decoder's own logprobs, off by `offset` on the last token."""
+    g = group(4, [3, 4], [0.0, 1.0], policy_versions=torch.tensor(versions))
+    g.generator_logprobs.fill_(-math.log(VOCAB))
+    g.generator_logprobs[-1] += offset
+    parity = None if tolerance is None else ParityLimits.of(fixed=tolerance)
+    update = update_of(decoder_of(uniform=True), parity=parity, recomputes_kv=recomputes_kv)
+    before = state_of(update)
+    if isinstance(want, str):
+        with pytest.raises(ParityError, match=f"step {VERSION}: .* {want}"):
             update.run([g], VERSION, go_on)
+        assert state_of(update) == before
     else:
-        assert update.run([g], VERSION, go_on)["parity/logprob_diff_max"] is None
-
-
-def test_one_completion_that_began_under_the_trainers_weights_is_compared_among_others():
-    g = own_logprobs(0.5, VERSION - 1)[0]
-    g.policy_versions[-int(g.lengths[-1]) :] = VERSION
-    with pytest.raises(ParityError):
-        update_of(decoder_of(uniform=True), parity=ParityLimits.of(fixed=0.001)).run(
-            [g], VERSION, go_on
-        )
+        got = update.run([g], VERSION, go_on)["parity/logprob_diff_max"]
+        assert got is want is None or got == pytest.approx(want, abs=1e-5)
 
 
 # --- metrics ---
@@ -325,30 +279,17 @@ def test_metrics_by_hand(microbatch_tokens):
     log = math.log(VOCAB)
     ratios = [torch.ones(5), torch.ones(6)]
     ratios[0][2], ratios[1][1] = 6.0, 0.5
+    of_first = {"policy_versions": torch.tensor([3, 4, 5, 5, 5]), "prompt": [7, 7]}
+    of_second = {"policy_versions": torch.tensor([4, 2, 5, 5, 5, 5]), "prompt": [7]}
+    reasons = ("stop", "length", "stop")
     groups = [
-        group(
-            0,
-            [2, 3],
-            [1.0, 0.0],
-            policy_versions=torch.tensor([3, 4, 5, 5, 5]),
-            prompt_ids=torch.tensor([7, 7]),
-        ),
-        group(
-            1,
-            [1, 4, 1],
-            [2.0, 1.0, NAN],
-            policy_versions=torch.tensor([4, 2, 5, 5, 5, 5]),
-            prompt_ids=torch.tensor([7]),
-            finish_reasons=("stop", "length", "stop"),
-        ),
+        group(0, [2, 3], [1.0, 0.0], **of_first),
+        group(1, [1, 4, 1], [2.0, 1.0, NAN], finish_reasons=reasons, **of_second),
     ]
     for i, (g, ratio) in enumerate(zip(groups, ratios)):
-        reference = torch.full_like(
-            ratio, -log + i
-        )  # k3(0) = 0 in the first group, k3(1) = e - 2 in the second
-        groups[i] = dataclasses.replace(
-            g, generator_logprobs=-log - ratio.log(), ref_logprobs=reference
-        )
+        # k3(0) = 0 in the first group, k3(1) = e - 2 in the second
+        logprobs = {"ref_logprobs": torch.full_like(ratio, -log + i)}
+        groups[i] = dataclasses.replace(g, generator_logprobs=-log - ratio.log(), **logprobs)
     update = update_of(
         decoder_of(uniform=True), microbatch_tokens=microbatch_tokens, temperature=1.0
     )
@@ -392,56 +333,24 @@ def test_metrics_by_hand(microbatch_tokens):
     assert got["grad_norm"] > 0
     by_lag = {name for name in got if name.startswith("lag/tokens/")}
     assert sum(got[name] for name in by_lag) == pytest.approx(1)
-    own = {
-        "packing/padding_fraction",
-        "packing/unused_budget_fraction",
-        "kl/generator",
-        "grad_norm",
-    }
-    assert got.keys() - by_lag == want.keys() | own
+    packing = {"packing/padding_fraction", "packing/unused_budget_fraction"}
+    assert got.keys() - by_lag == want.keys() | packing | {"kl/generator", "grad_norm"}
 
 
 def test_completions_cut_at_a_deadline_are_counted_and_not_trained_on():
-    aborted = ("stop", "aborted", "aborted")
+    aborted = ("aborted",) * 2
+    versions = [torch.tensor([4, 4, 2, 2, 2]), torch.empty(0, dtype=torch.int64)]
     groups = [
-        group(
-            0,
-            [2, 3, 0],
-            [1.0, NAN, NAN],
-            policy_versions=torch.tensor([4, 4, 2, 2, 2]),
-            finish_reasons=aborted,
-        ),
-        group(
-            1,
-            [0, 0],
-            [NAN, NAN],
-            policy_versions=torch.empty(0, dtype=torch.int64),
-            finish_reasons=("aborted",) * 2,
-        ),
+        group(0, [2, 3, 0], [1.0, NAN, NAN], finish_reasons=("stop", *aborted)),
+        group(1, [0, 0], [NAN, NAN], finish_reasons=aborted),
     ]
+    groups = [dataclasses.replace(g, policy_versions=v) for g, v in zip(groups, versions)]
     got = update_of(skip_zero_advantage=False).run(groups, VERSION, go_on)
     assert got["completion/deadline_truncated_fraction"] == 4 / 5
-    assert (got["tokens/deadline_truncated"], got["tokens/generated"], got["tokens/trained"]) == (
-        3.0,
-        5.0,
-        2.0,
-    )
+    tokens = [got[f"tokens/{name}"] for name in ("deadline_truncated", "generated", "trained")]
+    assert tokens == [3.0, 5.0, 2.0]
     # Of the two completions that have tokens; the others have no version.
     assert (got["lag/mean"], got["lag/max"]) == ((VERSION - 4 + VERSION - 2) / 2, VERSION - 2)
-
-
-def test_metrics_of_a_loss_are_means_over_tokens_and_maxima():
-    def loss_fn(inputs):
-        logprobs = inputs.trainer_logprobs
-        return logprobs.sum(), {
-            "mine": torch.tensor(2.0) * logprobs.numel(),
-            "mine/max": logprobs.new_tensor(logprobs.numel()),
-        }
-
-    # 5 prompt tokens, then 1 and 2: two microbatches
-    update = update_of(loss_fn=loss_fn, microbatch_tokens=7)
-    got = update.run([group(4, [2, 3], [0.0, 1.0])], VERSION, go_on)
-    assert got["mine"] == pytest.approx(2.0) and got["mine/max"] == 3.0
 
 
 # --- canaries ---
@@ -462,22 +371,19 @@ def test_a_canary_holds_the_logprobs_of_what_is_not_given():
     for s in SEQUENCES:
         given, scored = torch.tensor(s.token_ids).split([s.given, s.num_scored])
         want += logprobs_alone(update.decoder, given, scored).tolist()
-    assert (
-        len(want) == 4 + 1 + 2
-        and got.sequences == SEQUENCES
-        and (got.top_ids, got.top_logprobs) == ([], [])
-    )
+    assert len(want) == 4 + 1 + 2 and got.sequences == SEQUENCES
+    assert (got.top_ids, got.top_logprobs) == ([], [])
     assert got.logprobs == pytest.approx(want, abs=1e-5)
 
 
 @pytest.mark.parametrize("top", [3, 10 * VOCAB])
 def test_a_canary_for_a_quantised_generator_holds_the_likeliest_tokens_too(top):
     update = update_of()
-    got, kept = (canary(update, top), min(top, VOCAB))
+    got = canary(update, top)
     parts = [torch.tensor(s.token_ids).split([s.given, s.num_scored]) for s in SEQUENCES]
     rows = torch.cat([all_logprobs(update.decoder, *part).detach() for part in parts])
     for ids, row in zip(got.top_ids, rows, strict=True):
-        assert len(ids) == kept
+        assert len(ids) == min(top, VOCAB)
         assert_same_ranking(ids, row, 1e-5)
     likeliest = rows.gather(1, torch.tensor(got.top_ids))
     torch.testing.assert_close(torch.tensor(got.top_logprobs), likeliest, atol=1e-5, rtol=0)
@@ -506,9 +412,8 @@ BUDGET = 17
 
 
 def adam(**changes):
-    return update_of(
-        optimizer=torch.optim.AdamW, microbatch_tokens=BUDGET, schedule="constant", **changes
-    )
+    fixed = {"optimizer": torch.optim.AdamW, "microbatch_tokens": BUDGET, "schedule": "constant"}
+    return update_of(**fixed, **changes)
 
 
 def same(a, b):
@@ -522,14 +427,11 @@ def test_a_step_is_so_many_ordinary_steps_on_its_parts():
     got = once.run(groups, VERSION, go_on)
     plain, each = adam(), len(groups) // minibatches
     rows = []
-    for _ in range(passes):
-        rows += [
-            plain.run(groups[i : i + each], VERSION, go_on) for i in range(0, len(groups), each)
-        ]
+    for i in [*range(0, len(groups), each)] * passes:
+        rows.append(plain.run(groups[i : i + each], VERSION, go_on))
     assert same(weights_of(once), weights_of(plain))
-    assert {float(s["step"]) for s in once.optimizer.state.values()} == {
-        float(minibatches * passes)
-    }
+    made = {float(state["step"]) for state in once.optimizer.state.values()}
+    assert made == {float(minibatches * passes)}
     tokens = [row["tokens/trained"] for row in rows]
     mean = {}
     for key in ("loss/value", "grad_norm"):
@@ -555,9 +457,8 @@ def test_every_update_has_its_own_denominator():
         seen.append(inputs.num_loss_tokens)
         return inputs.trainer_logprobs.sum() / inputs.num_loss_tokens, {}
 
-    update_of(loss_fn=loss_fn, minibatches_per_step=2, updates_per_batch=2).run(
-        groups, VERSION, go_on
-    )
+    update = update_of(loss_fn=loss_fn, minibatches_per_step=2, updates_per_batch=2)
+    update.run(groups, VERSION, go_on)
     assert seen == [27.0, 3.0, 27.0, 3.0]
 
 
@@ -572,10 +473,8 @@ def test_the_rate_falls_with_every_update():
     for version in range(3):
         update.run(groups_of(), version, go_on)
     # a warm-up of 1 step of 4 updates, then 8 down to 0
-    assert seen == pytest.approx(
-        [SETTINGS.lr * (i + 1) / 5 for i in range(4)]
-        + [SETTINGS.lr * (1 - i / 8) for i in range(8)]
-    )
+    up = [SETTINGS.lr * (i + 1) / 5 for i in range(4)]
+    assert seen == pytest.approx([*up, *(SETTINGS.lr * (1 - i / 8) for i in range(8))])
 
 
 # --- what ends a step ---
@@ -618,23 +517,17 @@ def test_what_is_not_finite_in_a_later_update_is_named_with_its_place():
 
 def test_parity_is_asked_of_the_first_update_alone():
     """After it the policy is another one than sampled the tokens, so they must differ."""
-    fresh = [
-        dataclasses.replace(g, policy_versions=torch.full_like(g.policy_versions, VERSION))
-        for g in groups_of()
-    ]
+    fresh = []
+    for g in groups_of():
+        versions = torch.full_like(g.policy_versions, VERSION)
+        fresh.append(dataclasses.replace(g, policy_versions=versions))
+        fresh[-1].generator_logprobs[:] = -math.log(VOCAB)
     decoder = decoder_of(uniform=True)
-    for g in fresh:
-        g.generator_logprobs[:] = -math.log(23)
-    settings = dict(
-        minibatches_per_step=2,
-        updates_per_batch=2,
-        parity=ParityLimits.of(fixed=1e-4),
-        max_grad_norm=100.0,
-    )
+    settings = dict(minibatches_per_step=2, updates_per_batch=2, max_grad_norm=100.0)
+    settings["parity"] = ParityLimits.of(fixed=1e-4)
     row = update_of(decoder, **settings).run(fresh, VERSION, go_on)
-    assert (
-        row["parity/logprob_diff_max"] < 1e-4 and row["ratio/max"] > 1.01
-    )  # the later updates did differ
+    assert row["parity/logprob_diff_max"] < 1e-4
+    assert row["ratio/max"] > 1.01, "the later updates did differ"
     fresh[0].generator_logprobs[0] += 0.1
     with pytest.raises(Exception, match="logprobs differ by"):
         update_of(decoder_of(uniform=True), **settings).run(fresh, VERSION, go_on)
@@ -651,11 +544,8 @@ def coupled(inputs, *, seen=None):
     """
     completions = inputs.completions
     total = completions.sums(inputs.trainer_logprobs)
-    centred = (
-        total
-        - completions.group_mean(total, torch.ones_like(total, dtype=torch.bool))
-        - completions.rewards
-    )
+    mean = completions.group_mean(total, torch.ones_like(total, dtype=torch.bool))
+    centred = total - mean - completions.rewards
     loss = per_completion(centred.square().sum(), completions)
     if seen is not None:
         seen.append((completions.num_completions, completions.num_groups))
@@ -668,14 +558,11 @@ def coupled_by_hand(groups):
     losses = []
     count = 0
     for g in groups:
-        completions = g.token_ids.split(g.lengths.tolist())
-        totals = torch.stack(
-            [
-                logprobs_alone(decoder, g.prompt_ids, completion).sum()
-                for completion, is_trained in zip(completions, g.trained)
-                if is_trained
-            ]
-        )
+        totals = []
+        for completion, is_trained in zip(g.token_ids.split(g.lengths.tolist()), g.trained):
+            if is_trained:
+                totals.append(logprobs_alone(decoder, g.prompt_ids, completion).sum())
+        totals = torch.stack(totals)
         losses.append((totals - totals.mean() - g.rewards[g.trained]).square().sum())
         count += len(totals)
     loss = sum(losses) / count
@@ -725,3 +612,32 @@ def test_an_entropy_bonus_is_that_of_the_whole_softmax():
     for a, b, p in zip(weights_of(plain), weights_of(bonus), decoder.parameters()):
         # The weights are rounded to 1e-7.
         torch.testing.assert_close(a - b, p.grad, atol=STEP * largest + 1e-6, rtol=0)
+
+
+# --- beta by step, against TBA's own words (tables 2 and 3) ---
+
+
+@pytest.mark.parametrize(
+    "first, by, values",
+    [
+        (
+            0.012,
+            {"kind": "linear", "final": 0.004, "end_step": 500},
+            {0: 0.012, 125: 0.01, 250: 0.008, 500: 0.004, 999: 0.004},
+        ),
+        (
+            1.0,
+            {"kind": "cut", "final": 0.05, "end_step": 128, "cut_step": 32},
+            {0: 1.0, 16: 1 - 0.95 / 8, 31: 1 - 0.95 * 31 / 128, 32: 0.05, 200: 0.05},
+        ),
+        # A cut after the end is a line.
+        (
+            1.0,
+            {"kind": "cut", "final": 0.0, "end_step": 4, "cut_step": 9},
+            {0: 1.0, 1: 0.75, 2: 0.5, 3: 0.25, 4: 0.0, 9: 0.0, 11: 0.0},
+        ),
+    ],
+)
+def test_a_value_falls_along_a_line_and_may_be_cut(first, by, values):
+    for step, value in values.items():
+        assert value_at(step, first, **by) == pytest.approx(value, rel=1e-12)
