@@ -12,7 +12,10 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from llamarl.config.command_line import compose_config
+from llamarl.config.supervised import SFT
 from llamarl.errors import NotFinite
+from llamarl.launch.supervised import launch_supervised, within_context
 from llamarl.learning import sft
 from llamarl.learning.preference import (
     BINS,
@@ -32,6 +35,7 @@ from llamarl.models.build import build_decoder, random_weights
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.hf import load_tokenizer
 from llamarl.models.scorer import scores_at
+from tests.build.model_directory import copy_tiny
 from tests.supervised import task_of, update_that_keeps_weights
 from tests.tolerances import rounding
 
@@ -189,14 +193,23 @@ def test_a_part_of_an_epoch_and_another_seed():
 # --- Data ---
 
 
+def rows(path, *lines):
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("\n".join(texts) + "\n")
+    return path
+
+
 @pytest.fixture
-def read(tmp_path):
+def tokenizer():
+    return load_tokenizer(tiny_directory())
+
+
+@pytest.fixture
+def read(tmp_path, tokenizer):
     """read(*rows, **task): the data of these rows, told to the embedded tokenizer."""
 
-    def read_rows(*rows: object, tokenizer=None, **task):
-        file = tmp_path / "pairs.jsonl"
-        file.write_text("\n".join(map(json.dumps, rows)))
-        own = tokenizer or load_tokenizer(tiny_directory())
+    def read_rows(*lines: object, own=tokenizer, **task):
+        file = rows(tmp_path / "pairs.jsonl", *lines)
         return read_preference_data(task_of(file, **{"num_eval": 1, **task}), own)
 
     return read_rows
@@ -205,9 +218,8 @@ def read(tmp_path):
 GOOD = {"prompt": "1+1=", "chosen": "2", "rejected": "33"}
 
 
-def test_answers_end_with_the_end_token_and_prompts_are_apart(read):
+def test_answers_end_with_the_end_token_and_prompts_are_apart(read, tokenizer):
     (pair,) = read(GOOD | {"margin": 0.25}, num_eval=0).train
-    tokenizer = load_tokenizer(tiny_directory())
     assert pair.prompt_ids.tolist() == tokenizer.encode("1+1=")
     of_two = tokenizer("2", add_special_tokens=False)["input_ids"]
     assert pair.chosen_ids.tolist() == [*of_two, tokenizer.eos_token_id]
@@ -257,30 +269,31 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+ASKED = [{"role": "user", "content": "a"}]
+ANSWERED = {"role": "assistant", "content": "b"}
+
+
 @pytest.mark.parametrize(
     "prompt, chosen",
     [
         ("a", "b"),
-        ("a", [{"role": "assistant", "content": "b"}]),
-        ("a", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]),
-        ([{"role": "user", "content": "a"}], "b"),
-        (
-            [{"role": "user", "content": "a"}],
-            [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
-        ),
+        ("a", [ANSWERED]),
+        ("a", [*ASKED, ANSWERED]),
+        (ASKED, "b"),
+        (ASKED, [*ASKED, ANSWERED]),
     ],
 )
 def test_texts_and_messages_are_the_same_tokens(read, prompt, chosen):
     row = {"prompt": prompt, "chosen": chosen, "rejected": "c"}
-    (pair,) = read(row, num_eval=0, tokenizer=chat_tokenizer()).train
+    (pair,) = read(row, num_eval=0, own=chat_tokenizer()).train
     assert pair.prompt_ids.tolist() == [2, 4, 3]
     assert (pair.chosen_ids.tolist(), pair.rejected_ids.tolist()) == ([5, 1], [6, 1])
 
 
 def test_messages_that_do_not_repeat_the_prompt_are_refused(read):
-    chosen = [{"role": "user", "content": "c"}, {"role": "assistant", "content": "b"}]
+    chosen = [{"role": "user", "content": "c"}, ANSWERED]
     with pytest.raises(ValueError, match="do not begin with the prompt's"):
-        read({"prompt": "a", "chosen": chosen, "rejected": "c"}, tokenizer=chat_tokenizer())
+        read({"prompt": "a", "chosen": chosen, "rejected": "c"}, own=chat_tokenizer())
 
 
 # --- A step that is not finite ---
@@ -363,21 +376,9 @@ SAID = [{"role": "assistant", "content": text} for text in ("2", "12", "0")]
 
 
 @pytest.fixture
-def tokenizer():
-    return load_tokenizer(tiny_directory())
-
-
-@pytest.fixture
 def chatting(tokenizer):
     tokenizer.chat_template = TEMPLATE
     return tokenizer
-
-
-def rows(path, *lines):
-    path.write_text(
-        "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
-    )
-    return path
 
 
 @pytest.mark.parametrize(
@@ -398,9 +399,8 @@ def test_what_is_learned_is_what_transformers_marks_as_the_assistants(chatting, 
     size = pair.token_ids.numel()
     assert pair.token_ids.tolist() == want["input_ids"][:size]
     assert pair.learned.tolist() == [bool(x) for x in want["assistant_masks"]][:size]
-    assert not any(want["assistant_masks"][size:]) and pair.learned[-1], (
-        "ends with the last learned token"
-    )
+    assert not any(want["assistant_masks"][size:])
+    assert pair.learned[-1], "ends with the last learned token"
 
 
 def test_a_packed_conversation_learns_every_reply_and_nothing_else(chatting):
@@ -416,30 +416,19 @@ def test_a_packed_conversation_learns_every_reply_and_nothing_else(chatting):
 
 
 def test_a_prompt_and_its_completion_end_with_the_end_token(tokenizer, tmp_path):
-    file = rows(
-        tmp_path / "a.jsonl",
-        {"prompt": "1+1=", "completion": "2"},
-        "",
-        {"prompt": "1+2=", "answer": 3},
-    )
+    first_row = {"prompt": "1+1=", "completion": "2"}
+    file = rows(tmp_path / "a.jsonl", first_row, "", {"prompt": "1+2=", "answer": 3})
     first, second = read_pairs(file, tokenizer, max_tokens=99)
-    assert (
-        tokenizer.decode(first.token_ids) == "<bos>1+1=2<eos>"
-        and first.learned.tolist() == [False] * 5 + [True] * 2
-    )
+    assert tokenizer.decode(first.token_ids) == "<bos>1+1=2<eos>"
+    assert first.learned.tolist() == [False] * 5 + [True] * 2
     assert tokenizer.decode(second.token_ids) == "<bos>1+2=3<eos>"
 
 
 def test_a_prompt_is_a_user_turn_where_there_is_a_template(chatting, tmp_path):
-    file = rows(
-        tmp_path / "a.jsonl", {"prompt": "1+1", "completion": "2"}, {"messages": [ONE, SAID[0]]}
-    )
-    first, second = read_pairs(file, chatting, max_tokens=99)
-    assert (
-        chatting.decode(first.token_ids)
-        == "<bos>user: 1+1;assistant: 2<eos>"
-        == chatting.decode(second.token_ids)
-    )
+    row = {"prompt": "1+1", "completion": "2"}
+    file = rows(tmp_path / "a.jsonl", row, {"messages": [ONE, SAID[0]]})
+    for pair in read_pairs(file, chatting, max_tokens=99):
+        assert chatting.decode(pair.token_ids) == "<bos>user: 1+1;assistant: 2<eos>"
     (plain, _) = read_pairs(file, chatting, max_tokens=99, chat=False)
     assert chatting.decode(plain.token_ids) == "<bos>1+12<eos>"
 
@@ -500,18 +489,15 @@ def test_a_bad_row_is_named_by_file_and_line(tokenizer, tmp_path, what):
 
 def test_a_template_that_changes_earlier_turns_or_refuses_is_named(chatting, tmp_path):
     file = rows(tmp_path / "bad.jsonl", {"messages": [ONE, SAID[0], TWO, SAID[1]]})
-    chatting.chat_template = TEMPLATE.replace(
-        "{{ m['content'] }}<eos>", "{% if loop.last %}think {% endif %}{{ m['content'] }}<eos>"
-    )
-    with pytest.raises(
-        ValueError, match="bad.jsonl:1: the chat template shows message 2 otherwise"
+    thinking = "{% if loop.last %}think {% endif %}{{ m['content'] }}<eos>"
+    refusing = "{% if messages|length > 1 %}{{ raise_exception('no system') }}{% endif %}"
+    for template, said in (
+        (TEMPLATE.replace("{{ m['content'] }}<eos>", thinking), "shows message 2 otherwise"),
+        (refusing, "refuses it: no system"),
     ):
-        read_pairs(file, chatting, max_tokens=99)
-    chatting.chat_template = (
-        "{% if messages|length > 1 %}{{ raise_exception('no system') }}{% endif %}"
-    )
-    with pytest.raises(ValueError, match="bad.jsonl:1: the chat template refuses it: no system"):
-        read_pairs(file, chatting, max_tokens=99)
+        chatting.chat_template = template
+        with pytest.raises(ValueError, match=f"bad.jsonl:1: the chat template {said}"):
+            read_pairs(file, chatting, max_tokens=99)
 
 
 def test_no_row_of_a_held_out_prompt_is_learned(tokenizer, tmp_path, caplog):
@@ -525,3 +511,41 @@ def test_no_row_of_a_held_out_prompt_is_learned(tokenizer, tmp_path, caplog):
     lines = [line | {"prompt": ""} for line in lines]
     data = read_sft_data(task_of(rows(tmp_path / "b.jsonl", *lines), num_eval=500), tokenizer)
     assert (len(data.train), len(data.held_out)) == (54, 6)
+
+
+# --- How long a row may be: task.max_tokens, and never above the context ---
+
+
+def config_of(directory, tmp_path, *overrides):
+    """Two rows, the second of 45 tokens."""
+    texts = ("1+1=", "1+" * 20 + "1=")
+    file = rows(tmp_path / "rows.jsonl", *({"prompt": t, "completion": "2"} for t in texts))
+    words = [f"model.path={directory}", f"task.path={file}", f"out={tmp_path / 'out'}"]
+    return compose_config([*words, *overrides], SFT)
+
+
+def test_a_context_below_task_max_tokens_is_taken_and_said_once(tmp_path, tokenizer, caplog):
+    model = copy_tiny(tmp_path / "model", max_position_embeddings=16)
+    config = config_of(tiny_directory(), tmp_path, "task.max_tokens=512")
+    assert within_context(config, is_told=True) is config and not caplog.records
+    config = config_of(model, tmp_path, "task.max_tokens=1024")
+    taken = within_context(config, is_told=True)
+    within_context(config, is_told=False)  # another rank
+    assert taken.task.max_tokens == 16 and config.task.max_tokens == 1024
+    assert len(caplog.records) == 1
+    assert f"task.max_tokens=1024, but the context of {model} is 16 tokens" in caplog.text
+    given = ("task.drop_long=true", "task.chat=false", "task.num_eval=1")
+    short = within_context(config_of(model, tmp_path, *given), is_told=False)
+    assert len(read_sft_data(short.task, tokenizer).train) == 1
+
+
+def test_a_job_refuses_a_row_that_is_longer_than_its_models_context(tmp_path, run_here):
+    model = copy_tiny(tmp_path / "model", max_position_embeddings=16)
+    config = config_of(model, tmp_path, "task.chat=false", "threads=1")
+
+    def begin():
+        with launch_supervised(config, read_sft_data):
+            raise AssertionError("the job began")
+
+    code, output = run_here(begin)
+    assert code == 2 and f"{tmp_path}/rows.jsonl:2: 45 tokens, the model takes 16" in output.err
