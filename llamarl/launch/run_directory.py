@@ -51,7 +51,7 @@ from llamarl.errors import RunDirectoryError, TimedOut
 from llamarl.inference.partials import of_other_prompts
 from llamarl.launch.identity import Identity, differences
 from llamarl.observe.ended import FILE_NAME as OUTCOME
-from llamarl.tickets.ledger import choices_of
+from llamarl.tickets.choices import choices_of
 from llamarl.tickets.prompts import AnyPrompts, note
 from llamarl.words.texts import first_of
 

@@ -34,10 +34,10 @@ import heapq
 import math
 import threading
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import replace
 from itertools import chain
 from types import MappingProxyType
 
+from llamarl.tickets.choices import PromptChoices
 from llamarl.tickets.governors import DEFAULTS, GOVERNORS, Governor, GovernorSettings
 from llamarl.tickets.pool import NEVER, TicketPool
 from llamarl.tickets.sampler import PromptSampler
@@ -130,11 +130,7 @@ class TicketLedger:
             )
             for first in range(num_pools)
         ]
-        self._sampler = sampler
-        self._choices: dict[int, int] = {}  # ticket -> prompt, of tickets that have not ended
-        self._next_choice = 0  # the first ticket without a choice
-        # What came of the last step's groups, until it is trained on.
-        self._unlearned: dict[int, Verdict] = {}
+        self._choices = PromptChoices(sampler)
         self.refills = max_refill > 0  # whether groups are given back
         self.newest_yield: Yield | None = None  # of the groups that the last take was made of
         self._taken: dict[int, int] | None = None  # by the step before this one, until it is final
@@ -176,31 +172,13 @@ class TicketLedger:
                 if following != ticket:  # started with another deadline meanwhile
                     heapq.heapreplace(turns, (following, index))
                 elif pool.may_start(share, deadline, self.step, self._limit(index)):
-                    granted.append(self._with_prompt(pool.start(share, deadline)))
+                    pool.start(share, deadline)
+                    granted.append(Ticket(ticket, deadline, self._choices.of(ticket)))
                     self._num_started += 1
                     heapq.heapreplace(turns, (pool.next_ticket(share), index))
                 else:
                     heapq.heappop(turns)  # what others start makes no room in this one
         return granted
-
-    def _with_prompt(self, ticket: Ticket) -> Ticket:
-        """Return a ticket with its prompt, if a sampler chooses it."""
-        if self._sampler is None:
-            return ticket
-        # In the order of tickets, and kept until the ticket ends: with max_lag 0 the choices do not
-        # depend on who asks first, and a ticket that starts again has the prompt that it had.
-        while self._next_choice <= ticket.index:
-            busy = set(self._choices.values())
-            self._choices[self._next_choice] = self._sampler.choose(self._next_choice, busy)
-            self._next_choice += 1
-        return replace(ticket, prompt=self._choices.get(ticket.index))
-
-    def _learn(self, verdicts: Mapping[int, Verdict]) -> None:
-        """Have the sampler learn what came of tickets that have ended, in their order."""
-        for ticket in sorted(verdicts):
-            prompt = self._choices.pop(ticket, None)
-            if self._sampler is not None and prompt is not None:
-                self._sampler.learn(prompt, verdicts[ticket])
 
     def _turns_of(self, share: int, deadline: int) -> list[tuple[int, int]]:
         """Return a heap of (next ticket, pool) for pools in which a ticket of this deadline may
@@ -282,7 +260,7 @@ class TicketLedger:
         for pool in self._pools:
             given_back |= pool.give_back()
         if given_back:
-            self._learn(given_back)
+            self._choices.ended(given_back)
             self._num_started -= len(given_back)
             self._num_finished -= len(given_back)
             self._turns.clear()
@@ -309,12 +287,11 @@ class TicketLedger:
                 batch_verdicts += [pool.verdicts.get(ticket) for ticket in batch]
                 given_back += pool.given_back
             self.newest_yield = Yield.of(batch_verdicts, given_back)
-            self._learn(self._unlearned)
             nothing = Verdict(num_scored=0, total=0.0, teaches=False, solved=0.0)
             taken = chain.from_iterable(chosen)
-            self._unlearned = {
-                ticket: verdict or nothing for ticket, verdict in zip(taken, batch_verdicts)
-            }
+            self._choices.taken(
+                {ticket: verdict or nothing for ticket, verdict in zip(taken, batch_verdicts)}
+            )
             consumed: dict[int, int] = {}
             for pool, batch in zip(self._pools, chosen):
                 consumed |= pool.hand_over(step, batch)
@@ -332,8 +309,7 @@ class TicketLedger:
         one).
         """
         with self._lock:
-            self._learn(self._unlearned)
-            self._unlearned = {}
+            self._choices.trained()
             if self.governor:
                 self.governor.trained(reward)
                 self._turns.clear()
@@ -348,7 +324,7 @@ class TicketLedger:
                 raise ValueError(f"step {step} was not the last to be taken")
             for pool in self._pools:
                 pool.take_back(step, self._taken)
-            self._unlearned = {}
+            self._choices.untaken()
             self.step = step
             self._recount()
             self._turns.clear()
@@ -427,10 +403,8 @@ class TicketLedger:
                 "finished": finished,
                 "in_work": in_work,
                 "verdicts": verdicts,
-                "next_choice": self._next_choice,
-                "choices": [[t, self._choices[t]] for t in sorted(self._choices)],
-                "sampler": self._sampler.state_dict() if self._sampler else None,
                 "given_back": given_back,
+                **self._choices.state_dict(),
             }
 
     def load_state_dict(self, state: dict, saved: Set[int] = frozenset()) -> list[int]:
@@ -455,7 +429,7 @@ class TicketLedger:
             for index, pool in enumerate(self._pools):
                 of_pool = [t for t in again if t % n == index]
                 pool.resume_at(state["frontier"], of_pool)
-            self._load_choices(state)
+            self._choices.load_state_dict(state)
             given_back = state["given_back"]
             if len(given_back) != n:
                 every = list(chain.from_iterable(given_back))
@@ -474,26 +448,6 @@ class TicketLedger:
                     pool.finish(ticket, verdicts.get(ticket))
             self._recount()
             return sorted(dropped)
-
-    def _load_choices(self, state: Mapping) -> None:
-        """Go on with the choices of a checkpoint. What was started without a sampler has none, and
-        no ticket before that ever has.
-        """
-        if self._sampler is None:
-            return
-        self._choices = choices_of(state)
-        learned = state["sampler"]
-        if learned is None or learned["num_prompts"] != self._sampler.num_prompts:
-            self._choices = {}  # another sampler's, or of other rows
-            self._next_choice = state["frontier"]
-            return
-        self._next_choice = state["next_choice"]
-        self._sampler.load_state_dict(learned)
-
-
-def choices_of(state: Mapping) -> dict[int, int]:
-    """Return ticket -> prompt of a ledger's state, where a sampler chose."""
-    return {ticket: prompt for ticket, prompt in state["choices"]}
 
 
 def _by_deadline(pairs: Iterable[Sequence[int]]) -> dict[int, int]:

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from llamarl.types import Ticket, Verdict
+from llamarl.types import Verdict
 
 NEVER = 1 << 62  # deadline of a ticket that any step may train on
 NEWS = 4  # the share of a batch, one in so many, that every sync of a replay buffer brings at least
@@ -131,15 +131,14 @@ class TicketPool:
             del self._num_due[deadline]
         return deadline
 
-    def start(self, share: int, deadline: int) -> Ticket:
-        """Start the share's next ticket with this deadline, and return it."""
+    def start(self, share: int, deadline: int) -> None:
+        """Start the share's next ticket with this deadline."""
         ticket = self.next_ticket(share)
         if ticket in self.again:
             self.again.remove(ticket)
         else:
             self.cursors[share] += self._turn
         self._add(ticket, deadline)
-        return Ticket(ticket, deadline)
 
     def choose(self, step: int) -> list[int] | None:
         """Return what step `step` takes, earliest deadline first, or None if it must wait."""

@@ -43,7 +43,8 @@ from types import MappingProxyType
 from llamarl.comm.channel import dp_rank_of
 from llamarl.comm.control import Control
 from llamarl.errors import TimedOut
-from llamarl.tickets.ledger import TicketLedger, choices_of
+from llamarl.tickets.choices import choices_of
+from llamarl.tickets.ledger import TicketLedger
 from llamarl.tickets.shares import FairShares
 from llamarl.tickets.stragglers import TicketTimes
 from llamarl.types import Ticket, Verdict

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import llamarl.tickets.sampler as sampler_module
 from llamarl.learning.targets import verdict_of
 from llamarl.tasks.base import Task
-from llamarl.tickets.ledger import choices_of
+from llamarl.tickets.choices import choices_of
 from llamarl.tickets.prompts import ChosenPrompts, PromptStream, chosen, fixed, note, prompts_of
 from llamarl.tickets.sampler import DifficultySampler, chance_of_teaching
 from llamarl.types import Prompt, Verdict
