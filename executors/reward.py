@@ -33,7 +33,14 @@ from llamarl.evaluation.ask import ScoredAnswer
 from llamarl.evaluation.judges import Judges, MakeEvalJudge
 from llamarl.evaluation.metrics import Evaluations
 from llamarl.executor import Executor, State
-from llamarl.scoring.assembly import Batches, ErrorRate, Groups, Scorable, item_of
+from llamarl.scoring.assembly import (
+    Batches,
+    ErrorRate,
+    Groups,
+    Scorable,
+    item_of,
+    outcome_at_source,
+)
 from llamarl.scoring.replies import ReplyMean, ReplySettings
 from llamarl.scoring.scorer import Item, MakeScorer, Site
 from llamarl.tasks.parts import EvalSet, set_of
@@ -48,7 +55,6 @@ from llamarl.types import (
     Replied,
     Replies,
     Stretch,
-    outcome_at_source,
 )
 
 # Most completions that are scored at once. More wait in the channel, so that the generator slows

@@ -552,16 +552,6 @@ def ends_of_turns(loss_mask: Tensor) -> Tensor:
     return loss_mask & ~goes_on
 
 
-def outcome_at_source(completion: Completion | EvalCompletion) -> Outcome | None:
-    """Return the outcome of an aborted completion or a broken dialogue; None: its score decides."""
-    if completion.finish_reason == "aborted":
-        return Outcome.abstain("the completion was aborted")
-    ending = completion.ending
-    if ending.error:
-        return Outcome.error(f"the environment: {ending.reason}: {ending.error}")
-    return None
-
-
 def _at_ends_of_turns(completion: Completion, outcome: Outcome) -> Tensor:
     """Return [L] float32: the rewards of turns where these end."""
     rewards = torch.zeros(completion.token_ids.numel())
@@ -571,16 +561,6 @@ def _at_ends_of_turns(completion: Completion, outcome: Outcome) -> Tensor:
     given = torch.tensor(outcome.turn_rewards[: places.numel()], dtype=torch.float32)
     rewards[places[: given.numel()]] = given
     return rewards
-
-
-def read_by_model(prompt_ids: Tensor, token_ids: Tensor, restarts: Tensor) -> Tensor:
-    """Return the tokens [M] that the model has read when it samples behind a completion's tokens
-    [L]: from the newest restart [L] on, or prompt [P] and all.
-    """
-    begins = restarts.nonzero()
-    if begins.numel():
-        return token_ids[int(begins[-1]) :]
-    return torch.cat([prompt_ids, token_ids])
 
 
 class Policy:

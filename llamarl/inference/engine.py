@@ -41,6 +41,7 @@ from llamarl.inference.requests import (
     TokenIds,
     check_vocabulary,
     on_cpu,
+    read_by_model,
 )
 from llamarl.inference.rows import Rows
 from llamarl.inference.runner import DecodeGraphs, ModelRunner, batches
@@ -52,7 +53,7 @@ from llamarl.machine.allocator import keep_freed_memory
 from llamarl.models.build import Decoder
 from llamarl.models.peft import load_policy
 from llamarl.models.sharding import num_parameters
-from llamarl.types import FinishReason, read_by_model
+from llamarl.types import FinishReason
 
 _DTYPES = ("float32", "bfloat16", "float16")
 

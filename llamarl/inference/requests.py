@@ -11,7 +11,6 @@ from torch import Tensor
 
 from llamarl.inference.cache import Kept, Key
 from llamarl.inference.sampler import SamplingParams, check_vector
-from llamarl.types import read_by_model
 
 TokenIds = Tensor | Sequence[int]  # [L], as a caller has them
 
@@ -187,3 +186,13 @@ def check_vocabulary(what: str, ids: Tensor, vocab_size: int) -> None:
             f"{what} {low}..{high} lie outside the model's vocabulary of {vocab_size}; "
             "is the tokenizer another model's?"
         )
+
+
+def read_by_model(prompt_ids: Tensor, token_ids: Tensor, restarts: Tensor) -> Tensor:
+    """Return the tokens [M] that the model has read when it samples behind a completion's tokens
+    [L]: from the newest restart [L] on, or prompt [P] and all.
+    """
+    begins = restarts.nonzero()
+    if begins.numel():
+        return token_ids[int(begins[-1]) :]
+    return torch.cat([prompt_ids, token_ids])

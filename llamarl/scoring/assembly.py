@@ -58,6 +58,16 @@ def item_of(
     )
 
 
+def outcome_at_source(completion: Scorable) -> Outcome | None:
+    """Return the outcome of an aborted completion or a broken dialogue; None: its score decides."""
+    if completion.finish_reason == "aborted":
+        return Outcome.abstain("the completion was aborted")
+    ending = completion.ending
+    if ending.error:
+        return Outcome.error(f"the environment: {ending.reason}: {ending.error}")
+    return None
+
+
 Entry = TypeVar("Entry")  # a completion, or its key
 Place = int | tuple[int, ...]  # in a batch: a number, or several
 
