@@ -354,7 +354,8 @@ def _read_override(
         return _Override(key, chosen[0], chosen[1:])
     # Some keys are not in conf/, so Hydra must be told to add them: options of a loss, keys that
     # only some kinds of a section have, sets of held-out prompts, and what a model or task sets.
-    may_be_absent = section in sections_of_kinds(schema) or f"{key}.".startswith(f"{EVAL_SETS}.")
+    of_user = tuple(f"{name}." for name in (EVAL_SETS, *OPTIONS))
+    may_be_absent = section in sections_of_kinds(schema) or f"{key}.".startswith(of_user)
     may_be_absent = may_be_absent or key in OF_CHOICES
     if section == "loss":
         may_be_absent = option not in ("", "fn", "name", "kl_coef", "kl_estimator", "entropy_coef")

@@ -20,6 +20,7 @@ from llamarl.words.fields import (
     Count,
     Natural,
     NonNegative,
+    Options,
     Positive,
     PositiveShare,
     Seed,
@@ -39,6 +40,8 @@ class PolicySettings:
     """Directory of the model that answers."""
     dtype: Literal["float32", "bfloat16"] = marked("identity")
     """Type of its weights."""
+    template_options: Options = marked("data")
+    """Variables of the chat template: model.template_options.enable_thinking=false."""
 
 
 @settings_dataclass

@@ -43,6 +43,7 @@ from llamarl.words.fields import (
     Flag,
     Natural,
     NonNegative,
+    Options,
     Positive,
     Seed,
     Share,
@@ -64,6 +65,8 @@ class StartingModelSettings:
     """Directory of the model that training starts from."""
     dtype: Literal["float32", "bfloat16"]
     """Type of the written model."""
+    template_options: Options
+    """Variables of the chat template: model.template_options.enable_thinking=false."""
 
 
 @settings_dataclass

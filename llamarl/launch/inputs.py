@@ -121,7 +121,8 @@ class JobInputs:
     @cached_property
     def tokenizer(self):
         """The policy's tokenizer."""
-        return read_tokenizer(self.model_path, chat=self.config.shows_turns)
+        options = self.config.model.template_options
+        return read_tokenizer(self.model_path, chat=self.config.shows_turns, options=options)
 
     @property
     def victim_path(self) -> Path | None:

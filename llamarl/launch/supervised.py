@@ -412,6 +412,6 @@ def _checked_tokenizer(config: AnyConfig):
         if not config.dry_run:
             raise
         log.warning("a run needs the weights: %s", error)
-    tokenizer = read_tokenizer(path, chat=True)
+    tokenizer = read_tokenizer(path, chat=True, options=config.model.template_options)
     check_vocabulary(tokenizer, model.vocab_size, path)
     return tokenizer

@@ -5,6 +5,7 @@ may be wrong; errors name the file.
 from __future__ import annotations
 
 import dataclasses
+import re
 import signal
 import threading
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,7 @@ from llamarl.models.config import (
 )
 from llamarl.models.directory import check_files, read_json, weights_digest
 from llamarl.models.hf import load_tokenizer
+from llamarl.words.names import did_you_mean
 
 # The JSON files that transformers may read a tokenizer from.
 _TOKENIZER_FILES = (
@@ -42,15 +44,21 @@ _TRIALS = (
     [{"role": "system", "content": "Add."}, _ASKED],
     [_ASKED, {"role": "assistant", "content": "2"}, _ASKED],
 )
+# Variables that every conversation gives a template, and that no option may replace.
+_GIVEN = {"messages", "add_generation_prompt"}
 # What a template raises if it refuses a conversation.
 _REFUSALS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
-def read_tokenizer(path: Path, *, chat: bool):
+def read_tokenizer(path: Path, *, chat: bool, options: Mapping[str, object] | None = None):
     """Return transformers' tokenizer of a model directory. chat: try its chat template, because it
-    will be used. FileNotFoundError or ValueError names the file that is wrong.
+    will be used. options: values of variables that the template reads, for all that it shows.
+    FileNotFoundError or ValueError names the file that is wrong.
     """
     tokenizer = _loaded_tokenizer(path)
+    if options:
+        template = getattr(tokenizer, "chat_template", None)
+        tokenizer.chat_template = with_options(template, options, template_file(path))
     if chat:
         check_template_ends(tokenizer, path)
     return tokenizer
@@ -115,6 +123,26 @@ def template_file(path: Path) -> Path:
     """Return the file of a model directory that has its chat template."""
     own = path / "chat_template.jinja"
     return own if own.is_file() else path / "tokenizer_config.json"
+
+
+def with_options(template: object, options: Mapping[str, object], file: Path) -> str:
+    """Return a chat template that sets these variables itself, so that no caller has to. ValueError
+    names a variable that it does not read, or a text for a truth value. file: where it is.
+    """
+    if not isinstance(template, str):
+        raise ValueError(f"{file}: model.template_options need one chat template, which is absent")
+    set_first = ""
+    read = set(re.findall(r"[A-Za-z_]\w*", template)) - _GIVEN
+    for name, value in options.items():
+        if name not in read:
+            near = did_you_mean(name, read)
+            raise ValueError(f"{file}: model.template_options.{name}: it does not read that{near}")
+        if value in ("yes", "no", "on", "off"):  # which a template would take for true
+            option = f"model.template_options.{name}={value}"
+            raise ValueError(f"{option}: a text; write true or false")
+        set_first += f"{{% set {name} = {value!r} %}}"
+    # The newline belongs to the last tag: transformers' templates are read with trim_blocks.
+    return f"{set_first}\n{template}"
 
 
 def check_template_ends(tokenizer, path: Path) -> None:

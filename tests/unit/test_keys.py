@@ -69,7 +69,8 @@ def test_the_keys_of_a_runs_identity_and_those_that_decide_what_its_prompts_are(
         *("buffer.kind", "generator.temperature", "buffer.draw"),
     }
     of_the_task = {key for key in known_keys() if key.split(".")[0] == "task"}
-    of_the_data = {"seed", "model.path", "eval.num_prompts", "eval.sets", *of_the_task}
+    of_the_data = {"seed", "model.path", "model.template_options", *of_the_task}
+    of_the_data |= {"eval.num_prompts", "eval.sets"}
     assert marked("data") == of_the_data
 
 

@@ -4,7 +4,9 @@ import shutil
 import signal
 
 import pytest
+from transformers import AutoTokenizer
 
+from llamarl.config.command_line import compose_config
 from llamarl.models import given as given_model
 from llamarl.models.config import tiny_directory
 from llamarl.models.given import read_tokenizer
@@ -46,3 +48,54 @@ def test_a_template_that_ends_or_refuses_is_read_and_no_clock_is_left(directory)
         assert read_tokenizer(directory, chat=True).chat_template == template
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
     assert signal.getsignal(signal.SIGVTALRM) == before
+
+
+# As Qwen3's: thoughts are asked for unless enable_thinking is false, also from inside a macro.
+THINKING = """
+{%- macro ending() %}{% if enable_thinking is defined and enable_thinking is false %}<no>{% endif %}
+{%- endmacro %}
+{%- for message in messages %}{{ message.content }}{{ ending() }}{% endfor %}{{ style }}"""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"enable_thinking": False},
+        {"enable_thinking": True},
+        {"style": "it's %} \\ {{ messages }} \u00e9\n", "enable_thinking": None},
+        {"style": {"a": [1, 2.5, None, "b"]}},
+    ],
+)
+def test_options_of_a_template_are_those_that_transformers_is_given(directory, options):
+    (directory / "chat_template.jinja").write_text(THINKING)
+    turns = [{"role": "user", "content": "1+1?"}]
+    plain = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    want = plain.apply_chat_template(turns, tokenize=False, **options)
+    own = read_tokenizer(directory, chat=True, options=options)
+    assert own.apply_chat_template(turns, tokenize=False) == want
+    assert ("<no>" in want) == (options.get("enable_thinking") is False)
+
+
+def test_an_option_that_the_template_does_not_read_is_refused(directory):
+    file = directory / "chat_template.jinja"
+    file.write_text(THINKING)
+    with pytest.raises(ValueError, match="enable_thinkin: it does not read that; did you mean ena"):
+        read_tokenizer(directory, chat=False, options={"enable_thinkin": False})
+    with pytest.raises(ValueError, match="enable_thinking=no: a text; write true or false"):
+        read_tokenizer(directory, chat=False, options={"enable_thinking": "no"})
+    with pytest.raises(ValueError, match="messages: it does not read that"):
+        read_tokenizer(directory, chat=False, options={"messages": []})
+    file.unlink()
+    with pytest.raises(ValueError, match="need one chat template"):
+        read_tokenizer(directory, chat=False, options={"enable_thinking": False})
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "model.template_options.enable_thinking=false",
+        "model.template_options={enable_thinking: false}",
+    ],
+)
+def test_the_command_line_sets_options(word):
+    assert compose_config([word]).model.template_options == {"enable_thinking": False}

@@ -16,6 +16,7 @@ from llamarl.words.fields import (
     Count,
     Flag,
     Natural,
+    Options,
     Positive,
     Seed,
     marked,
@@ -179,6 +180,8 @@ class ModelSettings:
     """
     dtype: Literal["float32", "bfloat16"] = marked("answers")
     """Type of the weights that the generators compute with."""
+    template_options: Options = marked("data", "answers")
+    """Variables of the chat template: model.template_options.enable_thinking=false."""
 
 
 @settings_dataclass
