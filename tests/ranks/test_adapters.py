@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from executors.build_trainer import build_trainer
 from executors.trainer import FSDPTrainer
-from llamarl.comm.groups import World, executor_group
+from llamarl.comm.groups import World
 from llamarl.config.command_line import compose_config
 from llamarl.ddma.layout import Source, parameters_to_send
 from llamarl.executor import ExecutorGroup
@@ -25,11 +25,10 @@ from llamarl.launch.run_directory import RunDirectory
 from llamarl.models.config import Lora, read_config
 from llamarl.models.fsdp import local
 from tests.build.model_directory import write_model
-from tests.ranks.topologies import WORLD
+from tests.ranks.topologies import DEADLINE_S, TOPOLOGIES, WORLD, alone, groups_on
 from tests.ranks.trainers import (
     MODEL,
     Peers,
-    alone,
     attached,
     group_of,
     learn,
@@ -42,12 +41,7 @@ from tests.tolerances import rounding
 pytestmark = pytest.mark.slow
 
 STEPS = 2
-TOPOLOGIES = {  # the rest of the ranks are shards
-    "fsdp4": {"replicate": 1},
-    "hsdp2x2": {"replicate": 2},
-    "fsdp2_tp2": {"tensor_parallel": 2},
-    "tp4": {"tensor_parallel": 4},
-}
+TRAINED = {name: TOPOLOGIES[name] for name in ("fsdp4", "hsdp2x2", "fsdp2_tp2", "tp4")}
 BY_ROWS = {"fsdp4": WORLD, "hsdp2x2": 2}  # shards that lie end to end
 LORA = [
     "trainer.lora.rank=3",
@@ -55,6 +49,8 @@ LORA = [
     "trainer.lora.alpha=6",
 ]  # rank 3: none on one of 4 shards
 OWN_REFERENCE = ["reference=adapters_off", "loss.kl_coef=0.1"]
+SETTINGS = ["eval.every=0", "checkpoint.every=0", "metrics.samples=0", "group_size=4"]
+SETTINGS += ["lr=0.02", "trainer.eps=1e-4", "trainer.microbatch_tokens=30"]
 CASES = {
     "lora": [*LORA, *OWN_REFERENCE, "trainer.ema_decay=0.5"],
     "whole": ["reference=sharded", "loss.kl_coef=0.1", "trainer.ema_decay=0.5"],
@@ -62,23 +58,11 @@ CASES = {
 # Of the largest. A weight's gradient is a sum over the trained tokens of a step, some 54, which are
 # more than the width; then come the layers there and back, in each step.
 VALUES = rounding(terms=54, depth=2 * 2 * 2 * STEPS)
-DEADLINE_S = 200
 TARGET = re.compile("q_proj|v_proj|o_proj|down_proj")
 
 
 def trainer_of(model: Path, group: ExecutorGroup, case: str) -> tuple[FSDPTrainer, Peers]:
-    config = compose_config(
-        [
-            "eval.every=0",
-            "checkpoint.every=0",
-            "metrics.samples=0",
-            "lr=0.02",
-            "trainer.eps=1e-4",
-            "trainer.microbatch_tokens=30",
-            "group_size=4",
-            *CASES[case],
-        ]
-    )
+    config = compose_config([*SETTINGS, *CASES[case]])
     # One process would be refused a second replica.
     topology = {"replicate": group.replicate, "tensor_parallel": group.tensor_parallel}
     config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, **topology))
@@ -120,11 +104,7 @@ def resume(root: Path, group: ExecutorGroup, case: str, name: str, ranks: int, r
 def train_and_resume(rank: int, root: str) -> None:
     """What one rank of the pool runs."""
     root = Path(root)
-    world, everyone = World(rank, WORLD, torch.device("cpu")), tuple(range(WORLD))
-    groups = {
-        n: executor_group("trainer", everyone, world, DEADLINE_S, **topology)
-        for n, topology in TOPOLOGIES.items()
-    }
+    groups = groups_on(rank, TRAINED)
     for case in CASES:
         for name, group in groups.items():
             if case == "lora" or name in BY_ROWS:
@@ -167,19 +147,18 @@ def test_ranks_learn_and_send_what_one_rank_does(root, case, name):
     for kind in ("weight", "ema", "exp_avg", "sent"):
         names = [key for key in want if key.startswith(kind)]
         largest = max(want[key].abs().max() for key in names)
-        assert (
-            names and max((got[key] - want[key]).abs().max() for key in names) <= VALUES * largest
-        ), kind
+        for key in names:
+            assert (got[key] - want[key]).abs().max() <= VALUES * largest, key
 
 
-@pytest.mark.parametrize("name", TOPOLOGIES)
+@pytest.mark.parametrize("name", TRAINED)
 def test_adapters_of_every_topology_are_those_of_one_rank(root, name):
     for suffix in ("", "_ema"):
         got, want = (exported_adapters(root, f"lora.{n}", suffix) for n in (name, "one"))
         assert got.keys() == want.keys()
-        assert max((got[key] - want[key]).abs().max() for key in want) <= VALUES * max(
-            value.abs().max() for value in want.values()
-        )
+        largest = max(value.abs().max() for value in want.values())
+        for key in want:
+            assert (got[key] - want[key]).abs().max() <= VALUES * largest, key
 
 
 def exported_adapters(root: Path, stem: str, suffix: str = "") -> dict[str, torch.Tensor]:
@@ -207,18 +186,13 @@ def test_exports_are_the_weights_and_their_average(root, case, name):
         assert exported.keys() == start.keys()
         for key, value in exported.items():
             stem = key.removesuffix("weight")
+            want = left.get(f"{kind}/{key}", start[key])
             if f"{kind}/{stem}lora_a" in left:
-                want = (
-                    start[key] + 2.0 * left[f"{kind}/{stem}lora_b"] @ left[f"{kind}/{stem}lora_a"]
-                )
-            else:
-                want = left.get(f"{kind}/{key}", start[key])
+                product = left[f"{kind}/{stem}lora_b"] @ left[f"{kind}/{stem}lora_a"]
+                want = start[key] + 2.0 * product
             assert (value - want).abs().max() <= VALUES, key
-    assert any(
-        not torch.equal(left[f"ema/{key[7:]}"], left[key])
-        for key in left
-        if key.startswith("weight/")
-    )
+    weights = [key.removeprefix("weight/") for key in left if key.startswith("weight/")]
+    assert any(not torch.equal(left[f"ema/{key}"], left[f"weight/{key}"]) for key in weights)
 
 
 @pytest.mark.bitwise("a resumed trainer goes on as the one that was not stopped")
@@ -227,33 +201,27 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(root, case, name, ra
     if case == "whole" and name not in BY_ROWS and ranks > 1:
         pytest.skip("tests/ranks/test_topologies.py has it")
     for rank in range(ranks):
-        got, want = (
-            load_file(root / f"{case}.{name}.{when}.rank{rank}.safetensors")
-            for when in ("resumed", "after")
-        )
-        before = load_file(root / f"{case}.{name}.rank{rank}.safetensors")
+        ends = (".resumed", ".after", "")
+        files = [root / f"{case}.{name}{end}.rank{rank}.safetensors" for end in ends]
+        got, want, before = map(load_file, files)
         assert all(torch.equal(got[key], want[key]) for key in want)
-        assert any(
-            not torch.equal(before[key], want[key]) for key in want if key.startswith("ema/")
-        )
+        averages = [key for key in want if key.startswith("ema/")]
+        assert any(not torch.equal(before[key], want[key]) for key in averages)
 
 
 def test_a_checkpoint_holds_adapters_and_no_frozen_weights(root):
-    for name, ranks in (("one", 1), *((name, WORLD) for name in TOPOLOGIES)):
-        names = set()
-        for part in load_states(root, f"lora.{name}", ranks):
-            names |= {key for key in part}
-        assert {key for key in names if key.startswith("model/")} and not any(
-            key.endswith(".weight") for key in names
-        )
+    for name, ranks in (("one", 1), *((name, WORLD) for name in TRAINED)):
+        names = set().union(*load_states(root, f"lora.{name}", ranks))
+        assert {key for key in names if key.startswith("model/")}
+        assert not any(key.endswith(".weight") for key in names)
 
 
-@pytest.mark.parametrize("name", TOPOLOGIES)
+@pytest.mark.parametrize("name", TRAINED)
 def test_what_is_sent_is_held_as_the_plan_says(root, name):
     config = read_config(root / "model")
     lora = Lora(3, 6.0, ("q_proj", "v_proj", "o_proj", "down_proj"))
     config = dataclasses.replace(config, lora=lora)
-    replicate, tp = (TOPOLOGIES[name].get(k, 1) for k in ("replicate", "tensor_parallel"))
+    replicate, tp = TOPOLOGIES[name]
     source = Source(WORLD // (replicate * tp), replicate, tp)
     for rank in range(WORLD):
         left = load_file(root / f"lora.{name}.rank{rank}.safetensors")

@@ -1,12 +1,12 @@
-"""Two ranks under FSDP2 learn what one process learns from the same groups: gradients, norm,
-clipping, weights after a step.
+"""Two ranks under FSDP2 learn what one process learns from the same groups or rows: gradients,
+norm, clipping, weights after a step, and evaluations.
 
 Each rank leaves what it computed in a safetensors file.
 """
 
-import dataclasses
 import itertools
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 from itertools import compress
 from pathlib import Path
 
@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from llamarl.errors import NotFinite
 from llamarl.learning.losses.clipped import clipped
@@ -24,38 +25,30 @@ from llamarl.learning.losses.policy_gradient import policy_gradient
 from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.losses.tb import tb
 from llamarl.learning.optim import clip_grad_norm
+from llamarl.learning.sft import NextToken, SFTPair
+from llamarl.learning.supervised import SupervisedSettings, SupervisedUpdate
 from llamarl.learning.targets import Shaping
 from llamarl.learning.update import PolicyUpdate, StepAborted, UpdateSettings
 from llamarl.learning.values import CriticSettings, SharedCritic
+from llamarl.models.build import build_decoder
 from llamarl.types import Group
 from tests.build.group import build_group
-from tests.ranks.sharded import FLOAT32, decoder_of, sharded_decoder, whole
+from tests.build.model_config import model_config
 from tests.tolerances import assert_same_count, rounding
 
 pytestmark = pytest.mark.machine
 
-OF_MICROBATCHES = ("padding_fraction", "unused_budget_fraction")  # each rank fills its own
+# Each rank fills its own microbatches.
+OF_MICROBATCHES = ("padding_fraction", "unused_budget_fraction")
 AT_THRESHOLDS = ("clip/low", "clip/high", "value/clipped")  # shares of labels, by counts of them
 CLIP = 0.2
 RANKS = 2
+CPU = torch.device("cpu")
 MAX_NORM = 0.01  # well below the norm, so that clipping shows
-TWO_STEPS = rounding(terms=15, depth=4 * 2 * 2 * 2)  # the same after four updates
+# Of the largest: width, and the layers there and back; the same after four updates.
+ONE_STEP = rounding(terms=15, depth=2 * 2 * 2)
+TWO_STEPS = rounding(terms=15, depth=4 * 2 * 2 * 2)
 DEADLINE_S = 120
-
-
-def groups_of(rank: int, ranks: int) -> list[Group]:
-    """Four groups: three for rank 0, one for rank 1, so that the ranks have unlike numbers of
-    microbatches and tokens.
-    """
-    random = torch.Generator().manual_seed(1)
-    out = []
-    for ticket in range(4):
-        lengths = torch.randint(1, 9, (4,), generator=random).tolist()
-        rewards = [1.0, 0.0, 0.0, float("nan")]
-        out.append(build_group(ticket, lengths, rewards, vocab_size=23))
-    return out if ranks == 1 else [out[:3], out[3:]][rank]
-
-
 SETTINGS = UpdateSettings(
     lr=0.5,
     schedule="constant",
@@ -68,47 +61,98 @@ SETTINGS = UpdateSettings(
     skip_zero_advantage=False,
     parity=None,
 )
+CRITIC = CriticSettings(lr=0.05, coef=0.5, clip=CLIP, gamma=0.9, gae_lambda=0.8)
+
+
+def decoder_of(tied: bool):
+    # 23 rows of embeddings and 15 of the feed-forward's: no even split over two ranks
+    config = model_config(hidden_size=12, intermediate_size=15, tie_word_embeddings=tied)
+    decoder = build_decoder(config, device="cpu")
+    random = torch.Generator().manual_seed(0)
+    for parameter in decoder.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=random) * 0.4
+    return decoder
+
+
+def sharded_decoder(tied: bool):
+    decoder = decoder_of(tied)
+    for layer in decoder.layers:
+        fully_shard(layer)
+    # The root would keep its weights whole until backward; giving them back makes the head's saved
+    # weight come again.
+    fully_shard(decoder, reshard_after_forward=True)
+    return decoder
+
+
+def whole(tensor):
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def weights_of(decoder) -> dict[str, torch.Tensor]:
+    return {f"weight/{name}": whole(p) for name, p in decoder.named_parameters()}
+
+
+def columns_of(prefix: str, columns: dict) -> dict[str, torch.Tensor]:
+    known = {name: value for name, value in columns.items() if value is not None}
+    return {f"{prefix}/{n}": torch.tensor(x, dtype=torch.float64) for n, x in known.items()}
+
+
+def update_of(decoder, loss_fn, settings, ranks: int, critic=None) -> PolicyUpdate:
+    optimizer = torch.optim.SGD(decoder.parameters())
+    group = dist.group.WORLD if ranks > 1 else None
+    ends = {"group": group, "device": CPU, "critic": critic}
+    return PolicyUpdate(decoder, optimizer, loss_fn, settings, **ends)
+
+
+def groups_of(rank: int, ranks: int) -> list[Group]:
+    """Four groups with what a reference says of them, and one completion that has not ended: three
+    for rank 0, one for rank 1, so that the ranks have unlike numbers of microbatches and tokens.
+    """
+    random = torch.Generator().manual_seed(1)
+    out = []
+    for ticket in range(4):
+        lengths = torch.randint(1, 9, (4,), generator=random).tolist()
+        rewards = [1.0, 0.0, 0.0, float("nan")]
+        said = {
+            "ref_logprobs": torch.linspace(-4, -2, sum(lengths)),
+            "finish_reasons": ("stop", "length", "stop", "stop"),
+        }
+        out.append(build_group(ticket, lengths, rewards, vocab_size=23, **said))
+    return out if ranks == 1 else [out[:3], out[3:]][rank]
 
 
 def policy_step(decoder, rank: int, ranks: int) -> dict[str, torch.Tensor]:
     """PolicyUpdate with a KL term, where the last rank has no groups at all: weights after a step,
     and its metrics.
     """
-    groups = [
-        dataclasses.replace(g, ref_logprobs=torch.full(g.token_ids.shape, -2.5))
-        for g in groups_of(0, 1)
-    ]
-    groups = groups if rank == 0 else []
-    out, everyone = {}, dist.group.WORLD if ranks > 1 else None
-    optimizer = torch.optim.SGD(decoder.parameters())
-    loss = regularised(policy_gradient, kl_coef=0.1)
-    update = PolicyUpdate(
-        decoder, optimizer, loss, SETTINGS, group=everyone, device=torch.device("cpu")
-    )
-    weights = {name: whole(p.detach()).clone() for name, p in decoder.named_parameters()}
+    groups = groups_of(0, 1) if rank == 0 else []
+    update = update_of(decoder, regularised(policy_gradient, kl_coef=0.1), SETTINGS, ranks)
+    before = weights_of(decoder)
     # Neither what is not finite on one rank nor a stop request on another changes anything
     # anywhere.
-    broken = [
-        dataclasses.replace(g, generator_logprobs=torch.full(g.token_ids.shape, float("nan")))
-        for g in groups
-    ]
+    broken = []
+    for group in groups:
+        nothing = torch.full(group.token_ids.shape, float("nan"))
+        broken.append(replace(group, generator_logprobs=nothing))
     for error, given, stop in (
         (StepAborted, groups, lambda: rank == ranks - 1),
         (NotFinite, broken, lambda: False),
     ):
         with pytest.raises(error):
             update.run(given, 0, stop)
-        assert all(
-            torch.equal(whole(p.detach()), weights[name]) for name, p in decoder.named_parameters()
-        )
-    metrics = update.run(groups, 0, lambda: False)
-    out |= {
-        f"metric/{name}": torch.tensor(value, dtype=torch.float64)
-        for name, value in metrics.items()
-    }
-    return out | {
-        f"weight/{name}": whole(p.detach()).clone() for name, p in decoder.named_parameters()
-    }
+        assert all(torch.equal(x, before[name]) for name, x in weights_of(decoder).items())
+    return columns_of("metric", update.run(groups, 0, lambda: False)) | weights_of(decoder)
+
+
+def stepped(decoder, groups, ranks, loss_fn, critic=None, **changes) -> dict[str, torch.Tensor]:
+    """Two steps of two passes each."""
+    settings = replace(SETTINGS, updates_per_batch=2, **changes)
+    update = update_of(decoder, loss_fn, settings, ranks, critic)
+    out = {}
+    for version in range(2):
+        out |= columns_of(f"metric{version}", update.run(groups, version, lambda: False))
+    return out | weights_of(decoder)
 
 
 def coupled(inputs):
@@ -117,136 +161,100 @@ def coupled(inputs):
     """
     completions = inputs.completions
     total = completions.sums(inputs.trainer_logprobs)
-    centred = (
-        total
-        - completions.group_mean(total, torch.ones_like(total, dtype=torch.bool))
-        - completions.rewards
-    )
-    return per_completion(centred.square().sum(), completions), {
-        "square/completions": centred.detach().square().sum()
-    }
+    mean = completions.group_mean(total, torch.ones_like(total, dtype=torch.bool))
+    square = (total - mean - completions.rewards).square().sum()
+    return per_completion(square, completions), {"square/completions": square.detach()}
 
 
 def whole_group_step(decoder, rank: int, ranks: int) -> dict[str, torch.Tensor]:
-    """Two steps of a loss over whole groups, two passes each; rank 0 has three groups and the other
-    one.
-    """
-    settings = dataclasses.replace(SETTINGS, whole_groups=True, updates_per_batch=2)
-    return stepped(decoder, graded(groups_of(rank, ranks)), ranks, coupled, settings, None)
+    """A loss over whole groups."""
+    return stepped(decoder, groups_of(rank, ranks), ranks, coupled, whole_groups=True)
 
 
 def split_step(decoder, rank: int, ranks: int) -> dict[str, torch.Tensor]:
-    """Two steps of trajectory balance, two passes each; a rank has half of each group's
-    completions.
-    """
+    """Trajectory balance; a rank has half of each group's completions."""
     groups = []
-    for group in graded(groups_of(0, 1)):
+    for group in groups_of(0, 1):
         rewards = torch.linspace(-1, 1, 4) * (1 + group.ticket)
         every = torch.ones(4, dtype=torch.bool)
-        scored = dataclasses.replace(group, rewards=rewards, outcomes=("score",) * 4, trained=every)
+        scored = replace(group, rewards=rewards, outcomes=("score",) * 4, trained=every)
         groups.append(share_of(scored, rank, ranks))
-    settings = dataclasses.replace(
-        SETTINGS, whole_groups=True, shares_groups=True, updates_per_batch=2, microbatch_tokens=20
-    )
-    return stepped(decoder, groups, ranks, partial(tb, beta=0.5), settings, None)
+    shared = {"whole_groups": True, "shares_groups": True, "microbatch_tokens": 20}
+    return stepped(decoder, groups, ranks, partial(tb, beta=0.5), **shared)
 
 
 def share_of(group: Group, rank: int, ranks: int) -> Group:
     """The group with every so-many-th of its completions, tokens and all."""
     kept = torch.arange(len(group.lengths)) % ranks == rank
     of_tokens = kept.repeat_interleave(group.lengths)
-    tokens = (
-        "token_ids",
-        "generator_logprobs",
-        "policy_versions",
-        "ref_logprobs",
-        "loss_mask",
-        "restarts",
-        "turn_rewards",
-    )
-    return dataclasses.replace(
+    tokens = ("token_ids", "generator_logprobs", "policy_versions", "ref_logprobs")
+    tokens += ("loss_mask", "restarts", "turn_rewards")
+    tensors, tuples = ("lengths", "rewards", "trained", "achieved"), ("columns", "finish_reasons")
+    return replace(
         group,
-        lengths=group.lengths[kept],
-        rewards=group.rewards[kept],
-        trained=group.trained[kept],
-        achieved=group.achieved[kept],
-        columns=tuple(compress(group.columns, kept)),
-        finish_reasons=tuple(compress(group.finish_reasons, kept)),
-        outcomes=tuple(compress(group.outcomes, kept)),
         **{name: getattr(group, name)[of_tokens] for name in tokens},
+        **{name: getattr(group, name)[kept] for name in tensors},
+        **{name: tuple(compress(getattr(group, name), kept)) for name in (*tuples, "outcomes")},
     )
 
 
 def ppo_step(decoder, rank: int, ranks: int, *, clip: float = CLIP) -> dict[str, torch.Tensor]:
-    """Two steps of PPO with a value head, two passes each, everything shaped and whitened over the
-    ranks. clip: of ratios and of values.
+    """PPO with a value head, everything shaped and whitened over the ranks. clip: of ratios and of
+    values.
     """
     everyone = init_device_mesh("cpu", (ranks,)) if ranks > 1 else None
-    shaping = Shaping(missing_eos_penalty=-1.0, reward_kl_coef=0.05, whiten="both")
-    settings = dataclasses.replace(SETTINGS, updates_per_batch=2, shaping=shaping)
-    critic = SharedCritic(
-        12,
-        CriticSettings(lr=0.05, coef=0.5, clip=clip, gamma=0.9, gae_lambda=0.8),
-        betas=(0.9, 0.99),
-        eps=1e-4,
-        mesh=everyone,
-        device=torch.device("cpu"),
-    )
-    groups = graded(groups_of(rank, ranks))
+    critic = critic_of(replace(CRITIC, clip=clip), everyone)
     loss = regularised(partial(clipped, clip_low=clip, clip_high=clip))
-    out = stepped(decoder, groups, ranks, loss, settings, critic)
-    out |= {
-        f"head/{name}": whole(p.detach()).clone()
-        for name, p in zip(("weight", "bias"), critic.parameters)
-    }
+    shaping = Shaping(missing_eos_penalty=-1.0, reward_kl_coef=0.05, whiten="both")
+    out = stepped(decoder, groups_of(rank, ranks), ranks, loss, critic, shaping=shaping)
+    for name, p in zip(("weight", "bias"), critic.parameters):
+        out[f"head/{name}"] = whole(p)
     if ranks > 1:
         # What the ranks save fits the unsharded head, and what one saves fits the shards.
         saved = critic.state_dict()
-        out |= {
-            f"saved{rank}/{name}": value
-            for name, value in saved.items()
-            if isinstance(value, torch.Tensor)
-        }
-        rows = saved["value_rows"]
-        out[f"saved{rank}/rows"] = torch.tensor(
-            [rows[name][i][0] for name, i in itertools.product(("weight", "bias"), (0, 1))]
-        )
+        rows = saved.pop("value_rows")
+        places = itertools.product(("weight", "bias"), (0, 1))
+        saved["rows"] = torch.tensor([rows[name][i][0] for name, i in places])
+        tensors = {name: x for name, x in saved.items() if isinstance(x, torch.Tensor)}
+        out |= {f"saved{rank}/{name}": value for name, value in tensors.items()}
     return out
 
 
-def graded(groups: list[Group]) -> list[Group]:
-    """The groups with what a reference says of them, and one that has not ended."""
-    out = []
-    for group in groups:
-        of_reference = torch.linspace(-4, -2, group.token_ids.numel())
-        reasons = ("stop", "length", "stop", "stop")
-        out.append(dataclasses.replace(group, ref_logprobs=of_reference, finish_reasons=reasons))
-    return out
+def critic_of(settings: CriticSettings, mesh) -> SharedCritic:
+    return SharedCritic(12, settings, betas=(0.9, 0.99), eps=1e-4, mesh=mesh, device=CPU)
 
 
-def stepped(decoder, groups, ranks, loss_fn, settings, critic) -> dict[str, torch.Tensor]:
-    group = dist.group.WORLD if ranks > 1 else None
-    optimizer = torch.optim.SGD(decoder.parameters())
-    update = PolicyUpdate(
-        decoder,
-        optimizer,
-        loss_fn,
-        settings,
-        group=group,
-        device=torch.device("cpu"),
-        critic=critic,
+# Which of the rows each rank has, of a supervised step: as many as the other, fewer, none.
+SHARES = {"even": ([0, 1], [2, 3]), "fewer": ([0, 1, 2], [3]), "none": ([], [0, 1, 2, 3])}
+
+
+def supervised_step(decoder, rank: int, ranks: int, *, shares) -> dict[str, torch.Tensor]:
+    """Two steps on four rows of 8 to 11 tokens, of which the last few are learned, and an
+    evaluation of them.
+    """
+    draw = torch.Generator().manual_seed(1)
+    rows = []
+    for size, learned in ((8, 3), (11, 7), (9, 1), (10, 5)):
+        ids = torch.randint(0, 23, (size,), generator=draw)
+        rows.append(SFTPair(ids, torch.arange(size) >= size - learned))
+    if ranks > 1:
+        rows = [rows[number] for number in shares[rank]]
+    settings = SupervisedSettings(
+        lr=0.5,
+        schedule="constant",
+        warmup_steps=0,
+        max_steps=2,
+        microbatch_tokens=12,  # one row
+        max_grad_norm=MAX_NORM,
     )
+    group = dist.group.WORLD if ranks > 1 else None
+    optimizer = torch.optim.SGD(decoder.parameters(), lr=0.5)
+    ends = {"group": group, "device": CPU}
+    update = SupervisedUpdate(decoder, optimizer, NextToken(), settings, **ends)
     out = {}
-    for version in range(2):
-        metrics = update.run(groups, version, lambda: False)
-        out |= {
-            f"metric{version}/{name}": torch.tensor(value, dtype=torch.float64)
-            for name, value in metrics.items()
-            if value is not None
-        }
-    return out | {
-        f"weight/{name}": whole(p.detach()).clone() for name, p in decoder.named_parameters()
-    }
+    for step in range(2):
+        out |= columns_of(f"metric{step}", update.run(rows, step))
+    return out | columns_of("evaluation", update.evaluate(rows)) | weights_of(decoder)
 
 
 STEPS = {
@@ -254,8 +262,9 @@ STEPS = {
     "coupled": whole_group_step,
     "ppo": ppo_step,
     "split": split_step,
+    **{kind: partial(supervised_step, shares=shares) for kind, shares in SHARES.items()},
 }
-EMBEDDING = {"update": "untied"}  # the others' is tied to the output
+UNTIED = ("update",)  # the others' embedding is tied to the output
 
 
 def norm_over_mixed_placements() -> torch.Tensor:
@@ -263,13 +272,11 @@ def norm_over_mixed_placements() -> torch.Tensor:
     number counts once.
     """
     line, grid = init_device_mesh("cpu", (RANKS,)), init_device_mesh("cpu", (RANKS, 1))
-    sharded = torch.zeros(3, 1)
-    replicated = torch.tensor([4.0])
+    sharded = torch.tensor([[0.0], [0.0], [12.0]])  # on the last rank alone
     both = torch.tensor([[0.0], [0.0], [3.0]])
-    sharded[2] = 12.0  # on the last rank alone
     gradients = [
         distribute_tensor(sharded, line, [Shard(0)]),
-        distribute_tensor(replicated, line, [Replicate()]),
+        distribute_tensor(torch.tensor([4.0]), line, [Replicate()]),
         distribute_tensor(both, grid, [Replicate(), Shard(0)]),
     ]
     parameters = []
@@ -283,7 +290,7 @@ def compute_on_ranks(rank: int, directory: str) -> None:
     """What one rank of the pool runs."""
     out = {"mixed": norm_over_mixed_placements()}
     for kind, step in STEPS.items():
-        made = step(sharded_decoder(EMBEDDING.get(kind, "tied")), rank, RANKS)
+        made = step(sharded_decoder(kind not in UNTIED), rank, RANKS)
         out |= {f"{kind}/{name}": tensor.contiguous() for name, tensor in made.items()}
     save_file(out, Path(directory) / f"rank{rank}.safetensors")
 
@@ -292,9 +299,8 @@ def compute_on_ranks(rank: int, directory: str) -> None:
 def ranks(pool, tmp_path_factory) -> list[dict[str, torch.Tensor]]:
     """What each rank computed."""
     directory = tmp_path_factory.mktemp("ranks")
-    pool.call(
-        __file__, "compute_on_ranks", ranks=RANKS, timeout_s=DEADLINE_S, directory=str(directory)
-    )
+    where = {"timeout_s": DEADLINE_S, "directory": str(directory)}
+    pool.call(__file__, "compute_on_ranks", ranks=RANKS, **where)
     return [load_file(directory / f"rank{rank}.safetensors") for rank in range(RANKS)]
 
 
@@ -302,70 +308,57 @@ def test_shards_count_once_and_replicas_not_again(ranks):
     assert [rank["mixed"].item() for rank in ranks] == [13.0] * RANKS
 
 
-def test_a_policy_update_of_two_ranks_is_that_of_one_even_if_a_rank_has_no_groups(ranks):
-    alone = policy_step(decoder_of(False), 0, 1)
-    one = {f"update/{name}": tensor for name, tensor in alone.items()}
-    assert "update/metric/kl/ref" in one
+def of_kind(tensors, kind: str) -> dict[str, torch.Tensor]:
+    prefix = f"{kind}/"
+    return {n.removeprefix(prefix): value for n, value in tensors.items() if n.startswith(prefix)}
+
+
+@cache
+def alone(kind: str, **options) -> dict[str, torch.Tensor]:
+    """What one process computes of all groups or rows."""
+    return STEPS[kind](decoder_of(kind not in UNTIED), 0, 1, **options)
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_two_ranks_learn_what_one_process_learns(ranks, kind):
+    """Policies, also where a rank has no groups; losses of whole groups and of groups that ranks
+    share; value heads; supervised rows, however unevenly these are shared.
+    """
+    one = alone(kind)
+    within = ONE_STEP if kind == "update" else TWO_STEPS
     for rank in ranks:
-        assert {name for name in rank if name.startswith("update/")} == one.keys()
+        got = of_kind(rank, kind)
+        assert {name for name in got if not name.startswith("saved")} == one.keys()
         for name, want in one.items():
             if name.endswith(OF_MICROBATCHES):
                 continue
-            torch.testing.assert_close(
-                rank[name], want, atol=FLOAT32, rtol=2 * FLOAT32, msg=lambda m: f"{name}: {m}"
-            )
-    start = decoder_of(False).state_dict()
-    assert (
-        max((one[f"update/weight/{name}"] - start[name]).abs().max().item() for name in start)
-        > 1e-3
-    )
+            if kind == "ppo" and name.endswith(AT_THRESHOLDS):
+                stricter = float(alone(kind, clip=CLIP + TWO_STEPS)[name])
+                looser = float(alone(kind, clip=CLIP - TWO_STEPS)[name])
+                assert_same_count(float(got[name]), stricter=stricter, looser=looser, what=name)
+                continue
+            how = {"atol": within, "rtol": TWO_STEPS}
+            torch.testing.assert_close(got[name], want, **how, msg=lambda m: f"{name}: {m}")
+    start = weights_of(decoder_of(kind not in UNTIED))
+    assert max((one[name] - start[name]).abs().max() for name in start) > 1e-3
 
 
-@pytest.mark.parametrize("kind", ["coupled", "ppo", "split"])
-def test_whole_groups_split_groups_and_value_heads_learn_the_same_on_two_ranks(ranks, kind):
-    one = {f"{kind}/{name}": tensor for name, tensor in STEPS[kind](decoder_of(True), 0, 1).items()}
-    stricter, looser = {}, {}
-    if kind == "ppo":
-        stricter = ppo_step(decoder_of(True), 0, 1, clip=CLIP + TWO_STEPS)
-        looser = ppo_step(decoder_of(True), 0, 1, clip=CLIP - TWO_STEPS)
-        assert {name for name in looser if name.endswith(AT_THRESHOLDS)}
-    for rank in ranks:
-        got = {name for name in rank if name.startswith(f"{kind}/") and "/saved" not in name}
-        assert got == one.keys()
-        for name, want in one.items():
-            if name.endswith(OF_MICROBATCHES):
-                continue
-            if name.endswith(AT_THRESHOLDS):
-                own = name.removeprefix(f"{kind}/")
-                counts = {"stricter": float(stricter[own]), "looser": float(looser[own])}
-                assert_same_count(float(rank[name]), **counts, what=name)
-                continue
-            torch.testing.assert_close(
-                rank[name], want, atol=TWO_STEPS, rtol=TWO_STEPS, msg=lambda m: f"{name}: {m}"
-            )
-    start = decoder_of(True).state_dict()
-    assert (
-        max((one[f"{kind}/weight/{name}"] - start[name]).abs().max().item() for name in start)
-        > 1e-3
-    )
+def test_what_is_compared_is_all_there():
+    assert "metric/kl/ref" in alone("update")
+    assert {name for name in alone("ppo") if name.endswith(AT_THRESHOLDS)}
+    supervised = alone("even")
+    assert supervised["metric0/targets/trained"] == 16
+    assert supervised["metric0/grad_norm"] > MAX_NORM
 
 
 def test_what_ranks_save_of_a_value_head_is_the_whole_of_it(ranks):
-    settings = CriticSettings(lr=0.05, coef=0.5, clip=0.2, gamma=0.9, gae_lambda=0.8)
-    critic = SharedCritic(
-        12, settings, betas=(0.9, 0.99), eps=1e-4, mesh=None, device=torch.device("cpu")
-    )
+    critic = critic_of(CRITIC, None)
     parts = []
     for i, rank in enumerate(ranks):
-        part = {
-            name.removeprefix(f"ppo/saved{i}/"): value
-            for name, value in rank.items()
-            if name.startswith(f"ppo/saved{i}/")
-        }
+        part = of_kind(rank, f"ppo/saved{i}")
         w0, wn, b0, bn = part.pop("rows").tolist()
-        assert (
-            wn == 6 and bn == 1 - i
-        )  # twelve weights are shared evenly, the bias is the first rank's
+        # Twelve weights are shared evenly, the bias is the first rank's.
+        assert wn == 6 and bn == 1 - i
         rows = {"weight": [[w0], [wn]], "bias": [[b0], [bn]]}
         parts.append({**part, "value_rows": rows, "value_step": 4.0})
     assert critic.load_state_dict(parts) == 0

@@ -11,34 +11,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from llamarl.checkpoint import parts as stored
 from llamarl.checkpoint.checkpointer import TOPIC, Checkpointer
 from llamarl.checkpoint.parts import SavedPart, load_parts
-from llamarl.comm.control import Control
 from llamarl.learning.optim import build_optimizer
 from llamarl.models.build import build_decoder
-from llamarl.models.config import ModelConfig
 from llamarl.models.fsdp import held_box, local, wrap
 from llamarl.models.hf import named_parameters_hf
 from llamarl.models.sharded_state import Shard, load_shards
 from llamarl.models.sharding import parameter_shapes
+from tests.build.control import lone_control
+from tests.build.model_config import model_config
 
 DEADLINE_S = 120
 BETA = 0.9
 NAMES = {"weights": "model/", "moments": "adam/"}
 
-CONFIG = ModelConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=40,
-    hidden_size=16,
-    intermediate_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    head_dim=4,
-    rms_norm_eps=1e-6,
-    rope_theta=1e4,
-    rope_scaling=None,
-    max_position_embeddings=64,
-    tie_word_embeddings=True,
-    attention_bias=False,
+CONFIG = model_config(
+    vocab_size=40, intermediate_size=32, num_key_value_heads=4, tie_word_embeddings=True
 )
 
 
@@ -63,7 +50,7 @@ def save(rank: int, folder: str) -> int:
     shards, optimizer = shards_here()
     ranks = dist.get_world_size()
     # Each rank's control is of a world of its own: what they tell it is brought together here.
-    control = Control(None, rank=0, world_size=1, leader=0, names=["all"])
+    control = lone_control()
     expected = [("trainer", index) for index in range(ranks)]
     writer = Checkpointer(folder, keep=1, control=control, expected=expected)
     dist.barrier()  # rank 0 has tidied up

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from llamarl.comm.groups import World, executor_group
 from llamarl.comm.together import Alone
 from llamarl.evaluation.gold import Gold
 from llamarl.evaluation.perplexity import Perplexity
@@ -19,12 +18,11 @@ from llamarl.scoring.weighted import WeightedPart
 from llamarl.tasks.parts import EvalSet
 from tests.build.kind_settings import model_settings
 from tests.evaluated import columns_of, evaluated, logprobs_by_transformers
-from tests.ranks.topologies import TOPOLOGIES, WORLD
+from tests.ranks.topologies import TOPOLOGIES, alone, groups_on
 from tests.scorers import SCORES, asked_for, transformers_scores, write_scorer
 from tests.tolerances import of_logprobs
 
 DEADLINE_S = 200
-CPU = torch.device("cpu")
 ASKED = asked_for(7, 2)  # of each the first completion is the answer, the other what gold compares
 SETS = (EvalSet("", 0, 4), EvalSet("a", 4, 3))
 MICROBATCH_TOKENS = 40
@@ -61,28 +59,13 @@ def judges_at(group: ExecutorGroup, path: str) -> list:
         scorer=WeightedPart("gold", partial(ModelScorer, "gold", scorer)),
         references=[answer.item for answer in answers(1)],
     )
-    base = Perplexity(
-        site,
-        path=str(tiny_directory()),
-        dtype="float32",
-        microbatch_tokens=MICROBATCH_TOKENS,
-    )
-    return [gold, base]
+    sizes = {"dtype": "float32", "microbatch_tokens": MICROBATCH_TOKENS}
+    return [gold, Perplexity(site, path=str(tiny_directory()), **sizes)]
 
 
 def judged(rank: int, path: str, num_ranks: int, topologies: dict) -> dict[str, list]:
     """What one rank of the pool answers: columns, and how many elements it holds, by topology."""
-    world = World(rank, num_ranks, CPU)
-    groups = {"whole": ExecutorGroup("reward", (rank,), rank, CPU)}
-    for name, (replicate, tp) in topologies.items():
-        groups[name] = executor_group(
-            "reward",
-            tuple(range(num_ranks)),
-            world,
-            DEADLINE_S,
-            replicate=replicate,
-            tensor_parallel=tp,
-        )
+    groups = {"whole": alone(rank), **groups_on(rank, topologies, num_ranks)}
     found = {}
     for name, group in groups.items():
         columns = {}
@@ -135,32 +118,11 @@ def check(by_rank: list[dict], model: torch.nn.Module, topologies: dict) -> None
 
 @pytest.mark.machine
 @pytest.mark.usefixtures("float32_products")
-def test_three_ranks_judge_as_one_does(pool, scorer):
+@pytest.mark.parametrize(
+    "num_ranks, topologies", [(3, THREE), pytest.param(4, TOPOLOGIES, marks=pytest.mark.slow)]
+)
+def test_every_topology_judges_as_one_rank_does(pool, scorer, num_ranks, topologies):
     path, model = scorer
-    by_rank = pool.call(
-        __file__,
-        "judged",
-        ranks=3,
-        timeout_s=DEADLINE_S,
-        num_ranks=3,
-        path=str(path),
-        topologies=THREE,
-    )
-    check(by_rank, model, THREE)
-
-
-@pytest.mark.slow
-@pytest.mark.machine
-@pytest.mark.usefixtures("float32_products")
-def test_every_topology_judges_as_one_rank_does(pool, scorer):
-    path, model = scorer
-    by_rank = pool.call(
-        __file__,
-        "judged",
-        ranks=WORLD,
-        timeout_s=DEADLINE_S,
-        num_ranks=WORLD,
-        path=str(path),
-        topologies=TOPOLOGIES,
-    )
-    check(by_rank, model, TOPOLOGIES)
+    given = {"num_ranks": num_ranks, "path": str(path), "topologies": topologies}
+    by_rank = pool.call(__file__, "judged", ranks=num_ranks, timeout_s=DEADLINE_S, **given)
+    check(by_rank, model, topologies)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from llamarl.comm.groups import World, executor_group
 from llamarl.executor import ExecutorGroup
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.fsdp import local
@@ -18,7 +17,7 @@ from llamarl.scoring.reference import StreamedLogprobs
 from llamarl.scoring.sharded import ShardedReference, ShardedScorer
 from llamarl.types import Stretch
 from tests.build.kind_settings import model_settings
-from tests.ranks.topologies import TOPOLOGIES, WORLD
+from tests.ranks.topologies import TOPOLOGIES, WORLD, alone, groups_on
 from tests.scorers import SCORES, asked_for, transformers_scores, write_scorer
 from tests.tolerances import of_logprobs
 
@@ -29,7 +28,6 @@ pytestmark = [
 ]
 
 DEADLINE_S = 200
-CPU = torch.device("cpu")
 LONGEST = 48  # tokens of a sequence
 SLOTS = 6
 LOGIT = 8.0  # at most so large, at this temperature
@@ -74,27 +72,18 @@ def streamed_logprobs(reference: ShardedReference, group: ExecutorGroup) -> list
         growing = GrowingSequences(piece_tokens=4, slots=SLOTS, max_len=LONGEST, last_is_label=True)
         return StreamedLogprobs(growing, most_kept=100)
 
-    def note(stream, piece, value):
-        stream.note(piece, value)
-
     streams = Streams(reference.decoder, LogprobHead(0.7), group, make)
     for ticket, one in enumerate(ASKED):
         for index, ids in enumerate(one.completions):
-            news = Stretch(
-                ticket=ticket,
-                sample_index=index,
-                begin=0,
-                token_ids=ids[: 7 * index],
-                has_ended=False,
-            )
+            news = Stretch(ticket, index, 0, ids[: 7 * index], False)
             streams.of(ticket).hear(news, one.prompt_ids)
-        streams.read(note)
+        streams.read(StreamedLogprobs.note)
     found = []
     for ticket, one in enumerate(ASKED):
         keys = [(ticket, index) for index in range(len(one.completions))]
         for key, ids in zip(keys, one.completions):
             streams.of(ticket).want(key, one.prompt_ids, ids)
-        while streams.read(note):
+        while streams.read(StreamedLogprobs.note):
             pass
         found.append(torch.cat([streams.of(ticket).take(key) for key in keys]).tolist())
     return found
@@ -156,11 +145,7 @@ def of_scorer(group: ExecutorGroup, path: str) -> dict:
 
 def say(rank: int, path: str) -> dict[str, list]:
     """What one rank of the pool answers, by topology: of the reference and of the scorer."""
-    world = World(rank, WORLD, CPU)
-    groups = {"whole": ExecutorGroup("reference", (rank,), rank, CPU)}
-    for name, (replicate, tp) in TOPOLOGIES.items():
-        topology = {"replicate": replicate, "tensor_parallel": tp}
-        groups[name] = executor_group("asked", tuple(range(WORLD)), world, DEADLINE_S, **topology)
+    groups = {"whole": alone(rank), **groups_on(rank)}
     return {name: [of_reference(group), of_scorer(group, path)] for name, group in groups.items()}
 
 

@@ -9,7 +9,6 @@ are slow; QUICK has each kind of split and each pair of kinds.
 import dataclasses
 import itertools
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from safetensors.torch import load_file
 
 from executors.trainer import FSDPTrainer
 from llamarl.comm.channel import Scatter, dp_rank_of
-from llamarl.comm.groups import World, executor_group
 from llamarl.config.command_line import ConfigError, check_command_line
 from llamarl.ddma.layout import Source, parameters_to_send
 from llamarl.executor import Executor, ExecutorGroup
@@ -32,16 +30,15 @@ from llamarl.learning.values import CriticSettings
 from llamarl.models.config import read_config
 from llamarl.models.fsdp import held_box, local
 from llamarl.models.sharding import Box, parameter_shapes
-from llamarl.tickets.ledger import TicketLedger
 from llamarl.tickets.service import TicketService
 from llamarl.types import Group
+from tests.build.ledger import build_ledger
 from tests.build.model_directory import write_model
-from tests.ranks.topologies import TOPOLOGIES, WORLD
+from tests.ranks.topologies import DEADLINE_S, TOPOLOGIES, WORLD, alone, groups_on
 from tests.ranks.trainers import (
     GROUPS,
     MODEL,
     Peers,
-    alone,
     attached,
     group_of,
     learn,
@@ -50,6 +47,7 @@ from tests.ranks.trainers import (
     save_state,
     tickets_of,
 )
+from tests.simulated_mail import SimulatedMail
 from tests.tolerances import rounding
 
 pytestmark = pytest.mark.machine
@@ -71,7 +69,6 @@ CRITIC = CriticSettings(lr=0.05, coef=0.5, clip=0.2, gamma=0.9, gae_lambda=0.8, 
 OF_CRITIC = "value."  # before the names of its parameters
 # Of the largest: width, and the layers there and back.
 LOSS = VALUES = rounding(terms=20, depth=2 * 2 * 2)
-DEADLINE_S = 240
 
 
 class CanaryPrompts:
@@ -103,7 +100,7 @@ def trainer_of(model: Path, group: ExecutorGroup) -> tuple[FSDPTrainer, Peers]:
         ),
         replicate=group.replicate,
         tensor_parallel=group.tensor_parallel,
-        loss_fn=partial(policy_gradient),
+        loss_fn=policy_gradient,
         settings=update,
         buffer=GroupBuffer(),
         canary_prompts=CanaryPrompts(),
@@ -215,10 +212,8 @@ def assert_copies_get_the_gradients_of_the_first(rank: int, group: ExecutorGroup
     parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
     parameters[1].grad = torch.full((2,), float(rank))
     share_gradients(parameters, group.tensor_group)
-    assert (
-        parameters[0].grad is None
-        and parameters[1].grad.tolist() == [rank - group.tensor_index] * 2
-    )
+    assert parameters[0].grad is None
+    assert parameters[1].grad.tolist() == [rank - group.tensor_index] * 2
 
 
 def of(model: str, quick: bool) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
@@ -233,18 +228,7 @@ def of(model: str, quick: bool) -> tuple[tuple[str, ...], tuple[str, ...], tuple
 def train_and_go_on(rank: int, directory: str, quick: bool) -> None:
     """What one rank of the pool runs."""
     directory = Path(directory)
-    world = World(rank, WORLD, torch.device("cpu"))
-    groups = {
-        name: executor_group(
-            "trainer",
-            tuple(range(WORLD)),
-            world,
-            DEADLINE_S,
-            replicate=replicate,
-            tensor_parallel=tensor_parallel,
-        )
-        for name, (replicate, tensor_parallel) in TOPOLOGIES.items()
-    }
+    groups = groups_on(rank)
     assert_copies_get_the_gradients_of_the_first(rank, groups["fsdp2_tp2"])
     for model in MODELS:
         folder = directory / f"{model}.out"
@@ -446,10 +430,8 @@ def test_a_state_saved_on_one_topology_is_the_same_bits_on_another_and_goes_on_a
     assert loaded["step/model.norm.weight"] == STEPS
     further = left(f"one.from.{saved}").whole
     assert_close(got, further, "further")
-    moved = [
-        value - loaded[f"weight/{n}"] for n, value in of_kind(further, "further/weight").items()
-    ]
-    assert max(change.abs().max() for change in moved) > 1e-3
+    after, before = of_kind(further, "further/weight"), of_kind(loaded, "weight")
+    assert max((after[name] - before[name]).abs().max() for name in after) > 1e-3
 
 
 # --- who trains on what ---
@@ -467,40 +449,12 @@ def test_a_group_goes_to_all_tensor_parallel_peers_of_its_lane_and_each_lane_get
     assert named == sorted(2 * [0, 1, 2, 3, 4, 5])
 
 
-class Mail:
-    """Controls of trainer ranks in one process: what is posted arrives at once."""
-
-    def __init__(self, rank: int, controls: list["Mail"], handlers: dict):
-        self.rank = rank
-        self.leader = 0
-        self.is_leader = rank == 0
-        self.stopping = False
-        self._controls = controls
-        self._handlers = handlers
-        self._mail = []
-
-    def on(self, topic, handler) -> None:
-        self._handlers[topic] = handler
-
-    def post(self, rank, topic, payload) -> None:
-        if topic in self._handlers:
-            self._handlers[topic](self.rank, payload)
-        else:
-            self._controls[rank]._mail.append((self.rank, payload))
-
-    def take(self, topic) -> list:
-        mail, self._mail = self._mail, []
-        return mail
-
-
 def test_a_group_is_finished_once_it_has_reached_all_peers_and_all_of_them_take_it():
-    controls, handlers = [], {}
-    controls += [Mail(rank, controls, handlers) for rank in range(4)]
-    ledger = TicketLedger(groups_per_step=2, max_lag=0, overcommit=0, num_pools=2)
-    ranks = [
-        TicketService(ledger, c, trainer_ranks=(0, 1, 2, 3), timeout_s=1.0, tensor_parallel=2)
-        for c in controls
-    ]
+    mail: list[SimulatedMail] = []
+    mail += [SimulatedMail(rank, mail, wake=lambda: None) for rank in range(4)]
+    ledger = build_ledger(groups_per_step=2, max_lag=0, overcommit=0, num_pools=2)
+    shared = {"trainer_ranks": (0, 1, 2, 3), "timeout_s": 1.0, "tensor_parallel": 2}
+    ranks = [TicketService(ledger, control, **shared) for control in mail]
     assert [t.index for t in ledger.start(2, 0)] == [0, 1]
     mine = {dp_rank_of(ticket, 2): ticket for ticket in (0, 1)}  # data-parallel rank -> its ticket
     for rank in (0, 1, 2):
@@ -516,39 +470,18 @@ def test_a_group_is_finished_once_it_has_reached_all_peers_and_all_of_them_take_
 @pytest.mark.parametrize(
     "overrides, ranks, said",
     [
-        ("trainer.replicate=2", 2, "set placement.trainer to a multiple of 2"),
-        (
-            "trainer.replicate=2 trainer.tensor_parallel=2 placement.trainer=[0,1]",
-            3,
-            "a multiple of 4 ranks",
-        ),
-        (
-            "trainer.tensor_parallel=4 placement.trainer=[0,1,2,3]",
-            5,
-            "trainer.tensor_parallel=4.* 2 key/value heads",
-        ),
-        (
-            "trainer.tensor_parallel=2 placement.trainer=[0,1,2,3] groups_per_step=3",
-            5,
-            "2 sets of 2 trainer ranks.*multiple of 2",
-        ),
-        (
-            "trainer.replicate=2 placement.trainer=[0,1,2,3] groups_per_step=6",
-            5,
-            "4 trainer ranks.*multiple of 4",
-        ),
+        ("replicate=2 trainer.tensor_parallel=2 placement.trainer=[0,1]", 3, "of 4 ranks"),
+        ("tensor_parallel=2 placement.trainer=[0,1,2,3] groups_per_step=3", 5, "2 sets of 2 t"),
+        ("replicate=2 placement.trainer=[0,1,2,3] groups_per_step=6", 5, "4 t.*multiple of 4"),
     ],
 )
 def test_what_cannot_be_shared_out_evenly_is_said_before_anything_starts(overrides, ranks, said):
     with pytest.raises(ConfigError, match=f"(?s){said}"):
-        check_command_line(overrides.split(), world_size=ranks)
+        check_command_line(f"trainer.{overrides}".split(), world_size=ranks)
 
 
 def test_what_can_is_accepted():
-    split = [
-        "trainer.tensor_parallel=2",
-        "placement.trainer=[0,1]",
-        "groups_per_step=3",
-    ]  # one data-parallel rank: no sharing out
+    # One data-parallel rank: no sharing out.
+    split = ["trainer.tensor_parallel=2", "placement.trainer=[0,1]", "groups_per_step=3"]
     # conf/config.yaml leaves the size of a step to the model, so Hydra has to add that key.
     assert check_command_line(split, world_size=3) == [*split[:2], "++groups_per_step=3"]

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from executors.build_trainer import build_trainer
 from llamarl.comm.groups import RankInfo, World, executor_group
@@ -18,7 +17,8 @@ from llamarl.executor import ExecutorGroup
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
 from llamarl.models.config import read_config, tiny_directory
-from llamarl.types import Group, Policy
+from llamarl.types import Policy
+from tests.build.group import build_group
 from tests.imagined_gpu import CPU, GPU, OnGpu, imagined_gpu
 from tests.ranks.topologies import TOPOLOGIES, WORLD
 from tests.tolerances import rounding
@@ -28,19 +28,7 @@ DEADLINE_S = 120
 
 
 def group(ticket):
-    random = torch.Generator().manual_seed(ticket)
-    return Group(
-        ticket=ticket,
-        prompt_ids=torch.randint(4, TINY.vocab_size, (3,), generator=random),
-        lengths=torch.tensor([5, 6]),
-        token_ids=torch.randint(4, TINY.vocab_size, (11,), generator=random),
-        generator_logprobs=torch.full((11,), -3.0),
-        policy_versions=torch.zeros(11, dtype=torch.int64),
-        ref_logprobs=torch.empty(0),
-        rewards=torch.tensor([1.0, 0.0]),
-        finish_reasons=("stop",) * 2,
-        outcomes=("score",) * 2,
-    )
+    return build_group(ticket, [5, 6], [1.0, 0.0], vocab_size=TINY.vocab_size)
 
 
 def trainer_on(place, world, overrides):

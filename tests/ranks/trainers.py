@@ -85,10 +85,6 @@ def attached(trainer: FSDPTrainer, group: ExecutorGroup) -> Peers:
     return peers
 
 
-def alone() -> ExecutorGroup:
-    return ExecutorGroup("trainer", (0,), 0, torch.device("cpu"))
-
-
 def tickets_of(trainer: FSDPTrainer, step: int) -> list[int]:
     """This rank's share of a step."""
     group = trainer.group
