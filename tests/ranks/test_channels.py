@@ -1,5 +1,8 @@
-"""Channels between real processes over gloo. Each rank is this file run as a script, in a process
-forked for it.
+"""Channels between real processes over gloo, which connects the ranks that exchange something and
+no others.
+
+Each rank is a function of this file: called in a process of the pool, or, where one of them ends in
+the middle, in a process forked for it.
 """
 
 import os
@@ -7,15 +10,26 @@ import sys
 import time
 from pathlib import Path
 
-import torch
+import psutil
+import torch.distributed as dist
 from torch.distributed import TCPStore
 
+from llamarl.comm.channel import Broadcast, ConnectContext, Gather, Scatter, dp_rank_of
+from llamarl.comm.control import Control
+from llamarl.comm.groups import connect_peers, link_group
+from llamarl.errors import TimedOut
+from llamarl.types import Completion
+from tests.build.completion import build_completion
+from tests.build.routes import control_of
 from tests.forkery import the_forkery
 from tests.launching import ROOT, environment
+from tests.ranks.topologies import groups_on
 
 RANKS = 3
+POOLED = 4
 RECORDS = 40  # a producer and channel
 DEADLINE_S = 240
+LISTENER = 1  # a group's own socket, where its other ranks reach this one
 
 
 def run(scenario: str, folder: Path) -> tuple[list[int], list[str]]:
@@ -45,15 +59,38 @@ def run(scenario: str, folder: Path) -> tuple[list[int], list[str]]:
 
 
 def test_every_kind_of_channel_delivers_every_record_once_in_order_per_producer(tmp_path):
-    codes, outputs = run("records", tmp_path)
+    codes, outputs = run("exchange_records", tmp_path)
     assert codes == [0] * RANKS, "\n".join(outputs)
 
 
 def test_a_peer_that_ends_before_its_first_record_is_named_at_once(tmp_path):
-    codes, outputs = run("silence", tmp_path)
+    codes, outputs = run("end_before_the_first_record", tmp_path)
     assert codes[2] == 9
     for rank in (0, 1):
         assert "the link with rank 2 (executor 2) broke" in outputs[rank], outputs[rank]
+
+
+def test_only_ranks_that_exchange_something_are_connected(pool):
+    """A channel's producers with its consumers; the weights' ranks not before it is known who feeds
+    whom; an executor's once at its start: of copies of one rank each, the group over the copies is
+    that of the executor.
+    """
+    opened = pool.call(__file__, "open_connections", ranks=POOLED, timeout_s=DEADLINE_S)
+    of_channel, of_weights, of_executor = zip(*opened, strict=True)
+    producer, consumer = LISTENER + 1, LISTENER + 3
+    assert of_channel == (producer, producer, producer, consumer)
+    assert of_weights == (LISTENER,) * POOLED
+    of_shards = LISTENER  # of each rank alone
+    assert of_executor == (LISTENER + 3 + of_shards,) * POOLED
+
+
+def test_a_peer_that_does_not_come_is_named_and_a_failure_ends_the_wait(pool):
+    said = pool.call(__file__, "connect_too_early", ranks=2, timeout_s=DEADLINE_S)[0]
+    assert said == [
+        "RuntimeError: a failure elsewhere",
+        "TimedOut: rank 0 waited 0 s for a connection with ranks 1. One hangs, or no network "
+        "leads there: see what each rank said last",
+    ]
 
 
 # --- what a rank runs ---
@@ -67,23 +104,16 @@ class Endpoint:
         self.name = name
 
 
-def join():
-    import torch.distributed as dist
-
-    from llamarl.comm.control import Control
-
-    rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
-    store = dist.PrefixStore("llamarl", dist.distributed_c10d._get_default_store())
-    names = [f"executor {r}" for r in range(RANKS)]
-    return Control(
-        store,
-        rank=rank,
-        world_size=RANKS,
-        leader=0,
-        names=names,
-        heartbeat_timeout_s=DEADLINE_S,  # no rank is given up for its heartbeat
+def connected(control, kind, sources, destinations, **options):
+    """Collective: (sender, receiver), as this rank has them."""
+    context = ConnectContext(
+        control=control,
+        placement={"from": sources, "to": destinations},
+        ranks=[],  # which only the channel of weights asks about
+        timeout_s=DEADLINE_S,
     )
+    ends = Endpoint("from"), Endpoint("to")
+    return kind(*ends, carries=Completion, **options).connect(context)
 
 
 def until(control, predicate):
@@ -94,36 +124,11 @@ def until(control, predicate):
         control.wait(0.01)
 
 
-def record(ticket: int, sender: int):
-    from llamarl.types import Completion
-
-    length = ticket % 7
-    return Completion(
-        ticket=ticket,
-        sample_index=sender,
-        prompt_ids=torch.arange(3),
-        token_ids=torch.arange(length),
-        generator_logprobs=torch.zeros(length),
-        policy_versions=torch.full((length,), sender),
-        finish_reason="stop",
-    )
-
-
 def exchange_records(control) -> None:
-    from llamarl.comm.channel import Broadcast, ConnectContext, Gather, Scatter, dp_rank_of
-    from llamarl.types import Completion
-
     sources, destinations = (0, 1), (1, 2)  # rank 1 is on both sides
-    context = ConnectContext(
-        control=control,
-        placement={"from": sources, "to": destinations},
-        ranks=[],  # which only the channel of weights asks about
-        timeout_s=DEADLINE_S,
-    )
     ends = {}
     for kind in (Gather, Scatter, Broadcast):
-        channel = kind(Endpoint("from"), Endpoint("to"), carries=Completion, capacity=4)
-        ends[kind] = channel.connect(context)
+        ends[kind] = connected(control, kind, sources, destinations, capacity=4)
     control.start()
     for kind, (sender, receiver) in ends.items():
         sent, got = 0, []
@@ -138,7 +143,7 @@ def exchange_records(control) -> None:
         def turn():
             nonlocal sent
             if sender is not None and sent < RECORDS and sender.has_room():
-                sender.put(record(sent, control.rank))
+                sender.put(build_completion(sent, control.rank, range(sent % 7)))
                 sent += 1
             if receiver is not None:
                 got.extend(receiver.take(limit=3))
@@ -148,25 +153,14 @@ def exchange_records(control) -> None:
         for producer in sources if receiver is not None else ():
             assert [r.ticket for r in got if r.sample_index == producer] == want
         assert all(r.token_ids.numel() == r.ticket % 7 for r in got)
-    for sender, receiver in ends.values():
-        if sender is not None:
-            sender.close()
-    for sender, receiver in ends.values():
-        if receiver is not None:
-            receiver.close()
+    senders, receivers = zip(*ends.values(), strict=True)
+    for end in (*senders, *receivers):
+        if end is not None:
+            end.close()
 
 
 def end_before_the_first_record(control) -> None:
-    from llamarl.comm.channel import ConnectContext, Gather
-    from llamarl.types import Completion
-
-    context = ConnectContext(
-        control=control,
-        placement={"from": (2,), "to": (0, 1)},
-        ranks=[],  # which only the channel of weights asks about
-        timeout_s=DEADLINE_S,
-    )
-    Gather(Endpoint("from"), Endpoint("to"), carries=Completion).connect(context)
+    connected(control, Gather, (2,), (0, 1))
     control.start()
     if control.rank == 2:
         time.sleep(0.5)  # the others wait for its records by then
@@ -174,15 +168,67 @@ def end_before_the_first_record(control) -> None:
     until(control, lambda: False)
 
 
-def main() -> None:
-    scenario = sys.argv[1]
-    control = join()
-    if scenario == "records":
-        exchange_records(control)
-    else:
-        end_before_the_first_record(control)
-    import torch.distributed as dist
+def open_connections(rank: int) -> list[int]:
+    """How many sockets a channel, a group of weights and an executor open."""
+    makes = (
+        lambda: connected(control_of(rank, POOLED), Gather, (0, 1, 2), (3,)),
+        lambda: link_group((0, 1), (2, 3)),
+        lambda: groups_on(rank, {"copies": (POOLED, 1)})["copies"],
+    )
+    opened, made = [], []
+    for make in makes:
+        before = len(psutil.Process().net_connections())
+        made.append(make())
+        dist.barrier()
+        opened.append(len(psutil.Process().net_connections()) - before)
+        dist.barrier()  # nobody closes, or goes on, while others count
+    for end in made[0]:
+        if end is not None:
+            end.close()
+    return opened
 
+
+def connect_too_early(rank: int) -> list[str]:
+    """Rank 1 connects once rank 0 has given up twice."""
+
+    def nothing() -> None:
+        pass
+
+    def fails() -> None:
+        raise RuntimeError("a failure elsewhere")
+
+    said = []
+    groups = [link_group((0,), (1,)), link_group((0,), (1,))]
+    for group, check in zip(groups, (fails, nothing)):
+        if rank == 0:
+            try:
+                connect_peers([1], group, timeout_s=0.2, check=check)
+            except (RuntimeError, TimedOut) as error:
+                said.append(f"{type(error).__name__}: {error}")
+    dist.barrier()
+    if rank == 1:  # so that the threads of rank 0 end
+        for group in groups:
+            connect_peers([0], group, timeout_s=DEADLINE_S, check=nothing)
+    return said
+
+
+def join() -> Control:
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    store = dist.PrefixStore("llamarl", dist.distributed_c10d._get_default_store())
+    return Control(
+        store,
+        rank=rank,
+        world_size=RANKS,
+        leader=0,
+        names=[f"executor {r}" for r in range(RANKS)],
+        heartbeat_timeout_s=DEADLINE_S,  # no rank is given up for its heartbeat
+    )
+
+
+def main() -> None:
+    control = join()
+    globals()[sys.argv[1]](control)
     dist.barrier()
     control.close()
     os._exit(0)  # gloo's threads of the links need no farewell

@@ -9,8 +9,26 @@ import os
 import time
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from llamarl.comm.groups import link_group, this_rank_info
+from llamarl.ddma import route as routes
+from llamarl.ddma.layout import Destination, Parameter, Source
+from llamarl.ddma.links import Header, HeaderKind, RankLink
+from llamarl.ddma.receiver import Staged, WeightsReceiver
+from llamarl.ddma.sender import WeightsSender
+from llamarl.errors import WeightsError
+from llamarl.models.build import build_decoder
+from llamarl.models.hf import named_parameters_hf
+from llamarl.models.quantize import quantize_rows
+from llamarl.models.sharding import SCALE, Box, parameter_shapes
 from tests.build.model_config import model_config
 from tests.build.routes import route_of
 from tests.pool import Pool
@@ -40,12 +58,20 @@ CHAINED = {  # over gloo: generator ranks that others hand their weights on to
 }
 
 
+def scenario_of(sources, destinations, source, destination, transport, **more) -> dict:
+    ends = {"sources": sources, "destinations": destinations}
+    return {**ends, "source": source, "destination": destination, "transport": transport, **more}
+
+
 @pytest.fixture
 def run(pool):
-    """run(**scenario): every rank's answer."""
-    return lambda **scenario: pool.call(
-        __file__, "exchange", ranks=RANKS, timeout_s=SCENARIO_S, scenario=scenario
-    )
+    """run(*topology, transport, **more): every rank's answer."""
+
+    def run(*topology, **more):
+        call = {"ranks": RANKS, "timeout_s": SCENARIO_S}
+        return pool.call(__file__, "exchange", scenario=scenario_of(*topology, **more), **call)
+
+    return run
 
 
 def left_in_shared_memory(pids: list[int]) -> list[Path]:
@@ -70,17 +96,10 @@ def ways() -> list:
 
 @pytest.mark.parametrize("name, transport", ways())
 def test_every_replica_holds_what_the_trainer_holds(pool, run, name, transport):
-    sources, destinations, source, destination = TOPOLOGIES[name]
-    answers = run(
-        sources=sources,
-        destinations=destinations,
-        source=source,
-        destination=destination,
-        transport=transport,
-    )
-    assert [a["checked"] for a in answers] == [
-        VERSIONS * (rank in destinations) for rank in range(RANKS)
-    ]
+    _, destinations, *_ = TOPOLOGIES[name]
+    answers = run(*TOPOLOGIES[name], transport)
+    wanted = [VERSIONS * (rank in destinations) for rank in range(RANKS)]
+    assert [a["checked"] for a in answers] == wanted
     handing_on = [rank for rank, a in enumerate(answers) if a["forwards"]]
     assert handing_on == CHAINED.get(name, [])
     assert left_in_shared_memory(pool.pids) == []
@@ -88,51 +107,26 @@ def test_every_replica_holds_what_the_trainer_holds(pool, run, name, transport):
 
 @pytest.mark.parametrize("quantize, transport", [("int8", "shm"), ("fp8", "gloo")])
 def test_what_travels_has_the_generators_dtype(run, quantize, transport):
-    run(
-        sources=(0, 1, 2),
-        destinations=(2, 3),
-        source=(3, 1, 1),
-        destination=(2, 1),
-        transport=transport,
-        dtype="bfloat16",
-        quantize=quantize,
-        exclude=["layers.0.mlp.down_proj"],
-    )
+    how = {"quantize": quantize, "exclude": ["layers.0.mlp.down_proj"], "dtype": "bfloat16"}
+    run(*TOPOLOGIES["three uneven shards to two parts"], transport, **how)
 
 
 @pytest.mark.parametrize(
-    "sources, source, destinations, destination, transport",
+    "topology, transport",
     [
-        ((0, 1, 2), (3, 1, 1), (3,), (1, 1), "shm"),
-        ((0, 1, 2, 3), (2, 2, 1), (2, 3), (1, 2), "gloo"),
+        (((0, 1, 2), (3,), (3, 1, 1), (1, 1)), "shm"),
+        (TOPOLOGIES["hsdp to two, one replica each"], "gloo"),
     ],
     ids=["three shards", "hsdp"],
 )
-def test_parameters_that_fsdp2_has_sharded_arrive_whole(
-    run, sources, source, destinations, destination, transport
-):
-    answers = run(
-        sources=sources,
-        destinations=destinations,
-        source=source,
-        destination=destination,
-        transport=transport,
-        fsdp2=True,
-    )
-    assert all(answers[rank]["dtensors"] for rank in sources)
+def test_parameters_that_fsdp2_has_sharded_arrive_whole(run, topology, transport):
+    answers = run(*topology, transport, fsdp2=True)
+    assert all(answers[rank]["dtensors"] for rank in topology[0])
 
 
 def test_a_topology_that_is_not_the_trainers_is_refused(pool, run):
-    answers = run(
-        sources=(0, 1),
-        destinations=(2,),
-        source=(1, 2, 1),
-        destination=(1, 1),
-        transport="shm",
-        fsdp2=True,
-        mesh=(2, 1, 1),
-        refused=True,
-    )
+    other = {"fsdp2": True, "mesh": (2, 1, 1), "refused": True}
+    answers = run((0, 1), (2,), (1, 2, 1), (1, 1), "shm", **other)
     for rank, rows in ((0, 12), (1, 11)):
         text = f"rank {rank} holds ({rows}, 10), the topology says (23, 10)"
         assert text in answers[rank]["refused"]
@@ -151,17 +145,8 @@ def test_hundreds_of_syncs_leave_nothing_behind(transport):
     """Between two processes: memory, shared memory and open files are flat after the
     first fifty.
     """
-    scenario = {
-        "sources": (0,),
-        "destinations": (1,),
-        "source": (1, 1, 1),
-        "destination": (1, 1),
-        "transport": transport,
-        "versions": 500,
-        "scale": 8,
-        "bucket_bytes": 1 << 16,
-        "sample_at": [50, 499],
-    }
+    many = {"versions": 500, "sample_at": [50, 499], "scale": 8, "bucket_bytes": 1 << 16}
+    scenario = scenario_of(*TOPOLOGIES["one to one"], transport, **many)
     pool = Pool(2)  # of their own: what these leave behind is counted
     try:
         for answer in pool.call(__file__, "exchange", ranks=2, timeout_s=600, scenario=scenario):
@@ -169,11 +154,8 @@ def test_hundreds_of_syncs_leave_nothing_behind(transport):
             # A leak of one version's bytes a sync would be hundreds of MiB, one of a header's
             # tensors a few.
             assert late["rss"] - early["rss"] < 4 << 20, (early, late)
-            assert late["fds"] == early["fds"] and late["threads"] == early["threads"], (
-                early,
-                late,
-            )
-            assert late["shm"] == early["shm"], "more than the mappings themselves hold open"
+            # Shared memory: no more than the mappings themselves hold open.
+            assert all(late[what] == early[what] for what in ("fds", "threads", "shm"))
         assert left_in_shared_memory(pool.pids) == []
     finally:
         pids = pool.pids
@@ -186,9 +168,6 @@ def test_hundreds_of_syncs_leave_nothing_behind(transport):
 
 def tell_headers(rank: int) -> list[int]:
     """Send headers from rank 0 to rank 1. Returns the bytes of those that came as they were."""
-    from llamarl.comm.groups import link_group
-    from llamarl.ddma.links import Header, HeaderKind, RankLink
-
     link = RankLink(1 - rank, link_group((0,), (1,)), "gloo")
     empty = len(json.dumps([HeaderKind.END, 1, {"said": ""}]))
     came = []
@@ -214,10 +193,6 @@ def config_of(scale: int):
 
 def weights_of(config, version: int) -> dict:
     """Every number of a version is another, and another than in the versions before."""
-    import torch
-
-    from llamarl.models.sharding import parameter_shapes
-
     at, out = version * 4_099, {}
     for name, shape in parameter_shapes(config).items():
         count = torch.Size(shape).numel()
@@ -228,15 +203,6 @@ def weights_of(config, version: int) -> dict:
 
 def trainer_parameters(scenario, config, source, index: int, mesh):
     """[(name, parameter, its part of the whole)]"""
-    import torch
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    from llamarl.ddma.layout import Parameter
-    from llamarl.models.build import build_decoder
-    from llamarl.models.hf import named_parameters_hf
-    from llamarl.models.sharding import Box, parameter_shapes
-
     out = []
     if not mesh:
         for name, shape in parameter_shapes(config).items():
@@ -258,9 +224,6 @@ def trainer_parameters(scenario, config, source, index: int, mesh):
 
 def wanted(route, plan, t: int, full: dict) -> dict:
     """What tensor-parallel rank t of a replica must hold, from the whole tensors."""
-    from llamarl.models.quantize import quantize_rows
-    from llamarl.models.sharding import SCALE, Box
-
     out = {}
     for p in plan.parameters:
         whole = full[p.name.removesuffix(SCALE)]
@@ -272,8 +235,6 @@ def wanted(route, plan, t: int, full: dict) -> dict:
 
 
 def usage() -> dict:
-    import psutil
-
     me = psutil.Process()
     return {
         "rss": me.memory_info().rss,
@@ -285,18 +246,6 @@ def usage() -> dict:
 
 def exchange(rank: int, scenario: dict) -> dict:
     """What one rank of the pool runs."""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
-
-    from llamarl.comm.groups import link_group, this_rank_info
-    from llamarl.ddma import route as routes
-    from llamarl.ddma.layout import Destination, Source
-    from llamarl.ddma.receiver import Staged, WeightsReceiver
-    from llamarl.ddma.sender import WeightsSender
-    from llamarl.errors import WeightsError
-
     size = dist.get_world_size()
     # So small that links have several buckets and matrices are cut.
     routes.BUCKET_BYTES = {"cpu": scenario.get("bucket_bytes", 700)}
