@@ -10,12 +10,9 @@ from llamarl.machine.free_memory import memory_of
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
-FIRST = {
-    "limit": "memory.limit_in_bytes",
-    "used": "memory.usage_in_bytes",
-    "stat": "total_inactive_file",
-}
-SECOND = {"limit": "memory.max", "used": "memory.current", "stat": "inactive_file"}
+# The files of a control group and the field of its statistics, by version.
+FIRST = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+SECOND = ("memory.max", "memory.current", "inactive_file")
 
 
 @pytest.fixture
@@ -31,9 +28,10 @@ def machine(monkeypatch, tmp_path):
 def group(machine, path, names, *, limit, used, droppable=0):
     folder = machine / "groups" / path
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / names["limit"]).write_text(f"{limit}\n")
-    (folder / names["used"]).write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"cache 7\n{names['stat']} {droppable}\n")
+    limit_file, used_file, field = names
+    (folder / limit_file).write_text(f"{limit}\n")
+    (folder / used_file).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"cache 7\n{field} {droppable}\n")
 
 
 def test_without_control_groups_it_is_what_the_machine_has(machine):
@@ -42,14 +40,11 @@ def test_without_control_groups_it_is_what_the_machine_has(machine):
     assert memory_of(CPU) == 100 * MIB
 
 
-def test_a_group_has_its_limit_less_what_it_uses_and_cannot_drop(machine):
+def test_the_tightest_of_a_group_and_those_around_it_counts(machine):
+    """A group has its limit less what it uses and cannot drop."""
     (machine / "memberships").write_text("0::/batch/job\n")
     group(machine, "batch/job", SECOND, limit=50 * MIB, used=30 * MIB, droppable=10 * MIB)
     assert memory_of(CPU) == 30 * MIB
-
-
-def test_the_tightest_of_a_group_and_those_around_it_counts(machine):
-    (machine / "memberships").write_text("0::/batch/job\n")
     group(machine, "batch/job", SECOND, limit="max", used=30 * MIB)
     group(machine, "batch", SECOND, limit=20 * MIB, used=15 * MIB)
     assert memory_of(CPU) == 5 * MIB

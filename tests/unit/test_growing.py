@@ -239,8 +239,7 @@ def streamed(decoder, asked, *, native, chunk, slots=4, seed=None, one_by_one=Tr
     growing = sequences_of(chunk, slots=slots)
     left = {}
     for ticket, one in enumerate(asked):
-        for index, tokens in enumerate(one.completions):
-            left[ticket, index] = (one.prompt_ids, tokens)
+        left |= {(ticket, i): (one.prompt_ids, tokens) for i, tokens in enumerate(one.completions)}
     scores = dict.fromkeys(left, 0.0)
     told = dict.fromkeys(left, 0)
     draw = torch.Generator().manual_seed(seed or 0)

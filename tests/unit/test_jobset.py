@@ -37,25 +37,24 @@ def test_the_manifest_is_a_jobset():
 
 
 @pytest.mark.parametrize(
-    "path, value",
+    "path, key, value",
     [
-        (("spec", "failurePolicy", "maxRestarts"), "often"),
-        (("spec", "network", "dnsHostnames"), True),
-        (("spec", "replicatedJobs", 0, "template", "spec", "parallelism"), "two"),
-        (("spec", "replicatedJobs", 0, "template", "spec", "template", "spec", "container"), []),
+        ("spec failurePolicy", "maxRestarts", "often"),
+        ("spec network", "dnsHostnames", True),
+        ("spec replicatedJobs 0 template spec", "parallelism", "two"),
+        ("spec replicatedJobs 0 template spec template spec", "container", []),
     ],
 )
-def test_what_is_no_jobset_is_found(path, value):
+def test_what_is_no_jobset_is_found(path, key, value):
     wrong = copy.deepcopy(MANIFEST)
     place = wrong
-    for key in path[:-1]:
-        place = place[key]
-    place[path[-1]] = value
+    for word in path.split():
+        place = place[int(word) if word.isdigit() else word]
+    place[key] = value
     try:
-        found = differences_from_types(wrong)
+        assert differences_from_types(wrong) != wrong
     except ValueError:
-        return
-    assert found != wrong
+        pass  # that is told too
 
 
 def option(name: str) -> str:

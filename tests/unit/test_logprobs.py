@@ -67,25 +67,15 @@ def test_float32_values_are_those_of_float64_for_every_shape_and_chunk(
 
 
 @pytest.mark.parametrize("entropy_grad", [False, True])
-def test_gradients_pass_gradcheck_in_float64(path, entropy_grad):
-    hidden, weight, labels = problem(7, 5, 11)
-
-    def outputs(hidden, weight):
-        given = {"temperature": 0.7, "chunk_tokens": 3, "entropy_grad": entropy_grad}
-        got = chunked_logprobs(hidden, weight, labels, **given)
-        return got if entropy_grad else got[0]
-
-    assert torch.autograd.gradcheck(outputs, (hidden, weight), eps=1e-6, atol=1e-8, rtol=1e-6)
-
-
-def test_backward_equals_autograd_through_the_full_logits(path):
+def test_backward_equals_autograd_through_the_full_logits(path, entropy_grad):
     hidden, weight, labels = problem(50, 8, 31)
     upstream = torch.randn(2, 50, dtype=torch.float64)
-    given = {"temperature": 1.3, "chunk_tokens": 16, "entropy_grad": True}
+    given = {"temperature": 1.3, "chunk_tokens": 16, "entropy_grad": entropy_grad}
     got = chunked_logprobs(hidden, weight, labels, **given)
     want = oracle(hidden, weight, labels, 1.3)
-    ours = torch.autograd.grad(got, (hidden, weight), tuple(upstream))
-    exact = torch.autograd.grad(want, (hidden, weight), tuple(upstream))
+    used = slice(2 if entropy_grad else 1)  # else the entropy has no gradient
+    ours = torch.autograd.grad(got[used], (hidden, weight), tuple(upstream[used]))
+    exact = torch.autograd.grad(want[used], (hidden, weight), tuple(upstream[used]))
     torch.testing.assert_close(ours, exact, atol=1e-13, rtol=1e-12)
 
 
