@@ -147,13 +147,6 @@ class Generator(Executor):
             self.engine.when_answered(self.control.wake)
 
     @property
-    def finishes_on_stop(self) -> bool:
-        """Whether this rank goes on after a stop: a follower takes part to the end in what the
-        first rank of its replica has begun.
-        """
-        return self.follows
-
-    @property
     def follows(self) -> bool:
         """Whether another rank of the replica decides what this one does."""
         return self.group.tensor_index > 0

@@ -99,13 +99,6 @@ class Reference(Executor):
         """Whether this rank only does its share of what the first one begins."""
         return self._ranks.follows
 
-    @property
-    def finishes_on_stop(self) -> bool:
-        """Whether this rank goes on after a stop: it finishes with the others what the first one
-        has begun.
-        """
-        return self.follows
-
     @staticmethod
     def adapt_decoder(decoder: Decoder) -> None:
         """Override this to change the decoder's forward, as `FSDPTrainer.adapt_decoder` does."""

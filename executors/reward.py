@@ -64,14 +64,6 @@ MAX_PENDING = 1024
 MAX_STRETCHES = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class _Submitted:
-    """A completion that is being scored or waits for its batch, with the scorer's item."""
-
-    completion: Scorable
-    item: Item
-
-
 @dataclass(kw_only=True, eq=False, repr=False)
 class Reward(Executor):
     """Scores completions and joins those of a ticket to a group.
@@ -124,7 +116,8 @@ class Reward(Executor):
     replies: ReplySettings | None = None
 
     def __post_init__(self):
-        self._submitted: dict[int, _Submitted] = {}  # by key
+        # By key: the completions that are being scored or wait for their batch.
+        self._submitted: dict[int, tuple[Scorable, Item]] = {}
         self._keys = itertools.count()
         self._come: Batches[int] = Batches(self.group_size)  # by ticket
         # By version. Each set is a batch of its own, because scorers that compare must not compare
@@ -156,13 +149,6 @@ class Reward(Executor):
     def follows(self) -> bool:
         """Whether this rank only does its share of what the first one begins."""
         return self._ranks.follows
-
-    @property
-    def finishes_on_stop(self) -> bool:
-        """Whether this rank goes on after a stop: it finishes with the others what the first one
-        has begun.
-        """
-        return self.follows
 
     def setup(self) -> None:
         """Make the scorer and the judges, load models, each rank its own share, and start the
@@ -202,7 +188,8 @@ class Reward(Executor):
         has_taken = self._take()
         outcomes = self._scorer.poll()
         for key, outcome in outcomes:
-            self._settle(self._submitted.pop(key), outcome)
+            completion, item = self._submitted.pop(key)
+            self._settle(completion, item, outcome)
         self._errors.check()
         has_judged = self._report()
         has_sent = self._send()
@@ -333,21 +320,19 @@ class Reward(Executor):
         if isinstance(record, Replies):
             assert self.replies is not None, "with a victim its replies are scored"
             item = self.replies.with_replies(item, record)
-        submitted = _Submitted(completion, item)
         known = outcome_at_source(completion)
         if known is not None:
             if item.sample is not None:
                 self._scorer.forget(*item.sample)
-            self._settle(submitted, known)
+            self._settle(completion, item, known)
             return None
         key = next(self._keys)
-        self._submitted[key] = submitted
+        self._submitted[key] = (completion, item)
         self._scorer.submit(key, item)
         return key
 
-    def _settle(self, submitted: _Submitted, outcome: Outcome) -> None:
+    def _settle(self, completion: Scorable, item: Item, outcome: Outcome) -> None:
         """Enter a completion's outcome into its group or its evaluation, and count it."""
-        completion = submitted.completion
         if completion.finish_reason != "aborted":  # what was given up says nothing of the scorer
             self.metrics.add("reward/scored", int(outcome.kind == "score"))
             self.metrics.add("reward/errors", int(outcome.kind == "error"))
@@ -358,7 +343,7 @@ class Reward(Executor):
             if group is not None:
                 self._whole.append(group)
         elif completion.token_ids.numel():  # without tokens its evaluation was given up
-            evaluation = self._answers.add(ScoredAnswer(completion, submitted.item, outcome))
+            evaluation = self._answers.add(ScoredAnswer(completion, item, outcome))
             if evaluation is not None:
                 self._judges.begin(evaluation)
 

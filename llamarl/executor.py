@@ -417,11 +417,16 @@ class Executor:
         return False
 
     @property
-    def finishes_on_stop(self) -> bool:
-        """Whether it is still stepped after a stop request: it has to save, or to finish on this
-        rank what its leader began.
-        """
+    def follows(self) -> bool:
+        """Whether on this rank it only does its share of what another of its ranks begins."""
         return False
+
+    @property
+    def finishes_on_stop(self) -> bool:
+        """Whether it is still stepped after a stop request: a rank that follows takes part to the
+        end in what was begun.
+        """
+        return self.follows
 
     def partners(self, version: int) -> Sequence[int]:
         """Return the other ranks that must take part in what this rank may still begin with policy
