@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 
 from executors.trainer import FSDPTrainer
@@ -12,7 +11,7 @@ from llamarl.config.sections.trainer import ShardedTrainerSettings
 from llamarl.launch.job import Job
 from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.logprobs import LateEnds
-from llamarl.learning.losses import check_options, options_of, resolve_loss
+from llamarl.learning.losses import check_options, check_splits, options_of, resolve_loss
 from llamarl.learning.losses.common import Loss, has_mark
 from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.optim import AdamSettings, value_at
@@ -80,18 +79,6 @@ def options_at(step: int, *, config: Config) -> dict[str, float]:
     return options
 
 
-def _check_splits(loss_fn: Callable, name: str) -> None:
-    """Raise ValueError if the loss cannot be computed from parts of groups."""
-    needed = ("whole_groups", "group_means", "uses_all_completions")
-    lacking = [f"@{mark}" for mark in needed if not has_mark(loss_fn, mark)]
-    if lacking:
-        raise ValueError(
-            f"buffer.draw=split loss.fn={name}: draw=split gives each rank some of a prompt's "
-            "completions, and this loss does not declare that it allows that "
-            f"({', '.join(lacking)}: docs/algorithms.md); buffer.draw=shared, or loss=tb"
-        )
-
-
 def build_trainer(config: Config, job: Job, kind: type[FSDPTrainer] = FSDPTrainer) -> FSDPTrainer:
     """Build the trainer, with its loss and its buffer. kind: the trainer's class."""
     t = config.trainer
@@ -122,7 +109,7 @@ def build_trainer(config: Config, job: Job, kind: type[FSDPTrainer] = FSDPTraine
         step_options=partial(options_at, config=config),
         samples=job.files.sample_maker,
         resets_reference=partial(_is_due, reference.reset_every),
-        shares_replicas=_shares_replicas(config, job),
+        shares_replicas=job.placement.shares_replicas,
     )
 
 
@@ -133,7 +120,7 @@ def loss_of(config: Config) -> Loss:
     options = c.options_for(set(options_of(plain_loss)))
     check_options(plain_loss, options)
     if config.splits_prompts:
-        _check_splits(plain_loss, c.fn)
+        check_splits(plain_loss, c.fn)
     return regularised(
         partial(plain_loss, **options),
         kl_coef=c.kl_coef,
@@ -231,14 +218,6 @@ def late_ends_of(config: Config, job: Job) -> LateEnds | None:
     if not least or not job.inputs.stop_token_ids:
         return None
     return LateEnds(job.inputs.stop_token_ids, min_new_tokens=least)
-
-
-def _shares_replicas(config: Config, job: Job) -> bool:
-    """Whether replicas of the generator share ranks with the trainer, and take turns with it."""
-    if not config.synchronous or config.generator.tensor_parallel == 1:
-        return False
-    shared = set(job.placement["trainer"]) & set(job.placement["generator"])
-    return len(shared) > 1
 
 
 def _is_due(every: int | None, version: int) -> bool:

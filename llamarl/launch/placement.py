@@ -67,6 +67,15 @@ class Placement(dict[str, Ranks]):
         return len(self["trainer"]) // self.config.trainer.tensor_parallel
 
     @property
+    def shares_replicas(self) -> bool:
+        """Whether replicas of the generator share ranks with the trainer, and take turns with
+        it.
+        """
+        if not self.config.synchronous or self.config.generator.tensor_parallel == 1:
+            return False
+        return len(set(self["trainer"]) & set(self["generator"])) > 1
+
+    @property
     def trained_group_size(self) -> int:
         """How many completions of one prompt a trainer rank trains on."""
         if self.config.splits_prompts:

@@ -13,7 +13,7 @@ import inspect
 
 from llamarl.learning.losses.best_of_group import best_of_n, online_dpo
 from llamarl.learning.losses.clipped import clipped, proximal_rloo
-from llamarl.learning.losses.common import Loss
+from llamarl.learning.losses.common import Loss, has_mark
 from llamarl.learning.losses.policy_gradient import kimi_k2, policy_gradient, tba
 from llamarl.learning.losses.reinforce import copg, reinforce, rloo
 from llamarl.learning.losses.tb import tb
@@ -77,6 +77,18 @@ def check_options(fn: Loss, options: dict[str, object]) -> None:
             problems.append(f"{name}: added around every loss; {own}")
     if problems:
         raise ValueError("\n".join(problems))
+
+
+def check_splits(fn: Loss, name: str) -> None:
+    """Raise ValueError if the loss called `name` cannot be computed from parts of groups."""
+    needed = ("whole_groups", "group_means", "uses_all_completions")
+    lacking = [f"@{mark}" for mark in needed if not has_mark(fn, mark)]
+    if lacking:
+        raise ValueError(
+            f"buffer.draw=split loss.fn={name}: draw=split gives each rank some of a prompt's "
+            "completions, and this loss does not declare that it allows that "
+            f"({', '.join(lacking)}: docs/algorithms.md); buffer.draw=shared, or loss=tb"
+        )
 
 
 def options_of(fn: Loss) -> list[str]:
