@@ -34,7 +34,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from llamarl.workers.memory_limit import Watch, be_first_to_go, peak_bytes, write_note
+from llamarl.workers.memory_limit import (
+    Watch,
+    be_first_to_go,
+    parent_of,
+    peak_bytes,
+    processes,
+    write_note,
+)
 
 # So results of a full batch of items fit into a pipe, and none waits for its reader.
 MAX_REASON_BYTES = 400
@@ -330,15 +337,7 @@ def children() -> frozenset[int]:
     if not (GUARDED and _has_children()):
         return frozenset()
     own = os.getpid()
-    found = set()
-    for entry in filter(str.isdecimal, os.listdir("/proc")):
-        try:
-            fields = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()
-        except OSError:  # the process has ended
-            continue
-        if int(fields[1]) == own:
-            found.add(int(entry))
-    return frozenset(found)
+    return frozenset(pid for pid in processes() if parent_of(pid) == own)
 
 
 def _set_for_process(option: int, value: int) -> None:

@@ -109,10 +109,10 @@ class Watch:
         A process whose parent ends becomes the worker's child (it is a subreaper), so what was once
         in the family stays in it.
         """
-        alive = {int(entry) for entry in os.listdir("/proc") if entry.isdecimal()}
+        alive = processes()
         self._family = {pid: parent for pid, parent in self._family.items() if pid in alive}
         self._strangers &= alive
-        unknown = {pid: _parent(pid) for pid in alive - self._strangers - self._family.keys()}
+        unknown = {pid: parent_of(pid) for pid in alive - self._strangers - self._family.keys()}
         while True:
             found = {pid: parent for pid, parent in unknown.items() if parent in self._family}
             if not found:
@@ -186,6 +186,11 @@ def too_much(held_bytes: int, limit_mb: int, section: str) -> str:
     )
 
 
+def processes() -> set[int]:
+    """Return the ids of all processes."""
+    return {int(entry) for entry in os.listdir("/proc") if entry.isdecimal()}
+
+
 def _sizes(pid: int) -> tuple[int, int, int]:
     """Return the pages that a process has mapped, the resident ones, and the resident ones of
     files; zeros if it has ended.
@@ -214,7 +219,7 @@ def _own_share_bytes(pid: int, resident_bytes: int) -> int:
     return resident_bytes
 
 
-def _parent(pid: int) -> int:
+def parent_of(pid: int) -> int:
     """Return the parent's id; 0 for a process that has ended."""
     try:
         with open(f"/proc/{pid}/stat") as file:

@@ -83,7 +83,7 @@ class WorkerPool(ABC, Generic[Command]):
         given: str,
         limits: str,
     ):
-        self._given = given
+        self.given = given
         self._limits = limits
         self._memory_mb = memory_mb
         self._failed_starts = 0
@@ -133,7 +133,7 @@ class WorkerPool(ABC, Generic[Command]):
             match message:
                 # A worker says one of these, once. Later it is the user's code that says so.
                 case ["failed", why] if not worker.ready:
-                    raise ValueError(f"{self._given}: {why}")
+                    raise ValueError(f"{self.given}: {why}")
                 case ["ready", *told] if not worker.ready:
                     worker.ready = True
                     worker.free_at = time.monotonic()
@@ -170,7 +170,7 @@ class WorkerPool(ABC, Generic[Command]):
             if self._failed_starts >= MAX_FAILED_STARTS:
                 what = why or f"importing it took longer than {START_S:.0f} s"
                 raise RewardError(
-                    f"{self._given}: {what} before its first answer, {MAX_FAILED_STARTS} times in "
+                    f"{self.given}: {what} before its first answer, {MAX_FAILED_STARTS} times in "
                     "a row; call it by hand"
                 )
         elif not worker.in_flight or worker.in_flight[0] is not suspect:

@@ -29,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -114,13 +115,15 @@ def run(
         "environment": _ENVIRONMENT,
     }
     if walls.isolation == "namespaces":
-        return _watch(_Started(job), walls, until)
+        with closing(_Started(job)) as started:
+            return started.ran(walls, until)
     with tempfile.TemporaryDirectory(prefix="llamarl-") as folder:
         for name, text in contents.items():
             Path(folder, name).write_text(text, encoding="utf-8")
         job["folder"] = folder
         job["environment"] = _ENVIRONMENT | {"HOME": folder}
-        return _watch(_Started(job), walls, until)
+        with closing(_Started(job)) as started:
+            return started.ran(walls, until)
 
 
 def check(walls: Walls) -> None:
@@ -159,6 +162,8 @@ class _Started:
         )
         os.close(tells)
         self.told = told
+        self._heard = b""  # of a line that is not whole
+        self._code: int | None = None
         self.is_root = job["is_root"]
         assert self.process.stdin is not None and self.process.stdout is not None, "both are pipes"
         self._stdin = self.process.stdin
@@ -188,7 +193,7 @@ class _Started:
                 raise NoSandbox(f"{name} of a user namespace: {error}") from error
         self._send(b"mapped\n")
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Kill all of it, and wait until it is gone."""
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -202,67 +207,41 @@ class _Started:
         self.printed.close()
         os.close(self.told)
 
-
-def _watch(started: _Started, walls: Walls, until: float) -> Ran:
-    """Return what came of a program, once it has ended or was killed."""
-    try:
-        return _Watch(started, walls, until).ran()
-    finally:
-        started.end()
-
-
-class _Watch:
-    """Follows one sandbox to its end."""
-
-    def __init__(self, started: _Started, walls: Walls, until: float):
-        self._started = started
-        self._walls = walls
-        self._until = until
-        self._printed = bytearray()
-        self._told = b""
-        self._code: int | None = None
-
-    def ran(self) -> Ran:
-        """Read what it prints and tells until both have ended."""
-        printed = self._started.printed.fileno()
-        told = self._started.told
+    def ran(self, walls: Walls, until: float) -> Ran:
+        """Read what it prints and tells until both have ended. Return what came of it."""
+        printed = bytearray()
         with selectors.DefaultSelector() as selector:
-            selector.register(printed, selectors.EVENT_READ)
-            selector.register(told, selectors.EVENT_READ)
+            selector.register(self.printed, selectors.EVENT_READ)
+            selector.register(self.told, selectors.EVENT_READ)
             while selector.get_map():
-                left_s = self._until - time.monotonic()
+                left_s = until - time.monotonic()
                 if left_s <= 0:
                     return Ran(end="time")
                 for key, _ in selector.select(left_s):
                     piece = os.read(key.fd, _READ_BYTES)
                     if not piece:
                         selector.unregister(key.fd)
-                    elif key.fd == told:
+                    elif key.fd == self.told:
                         self._hear(piece)
                     else:
-                        self._printed += piece
-                if len(self._printed) > self._walls.output_kb << 10:
+                        printed += piece
+                if len(printed) > walls.output_kb << 10:
                     return Ran(end="output")
-        if self._walls.isolation == "limits":
-            return self._exit_of_process()
+        if walls.isolation == "limits":  # the program has closed its output and may go on
+            try:
+                self._code = self.process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                return Ran(end="time")
         if self._code is None:
             raise NoSandbox("the sandbox ended without a word")
-        return Ran(end="exit", code=self._code, printed=bytes(self._printed))
-
-    def _exit_of_process(self) -> Ran:
-        """Return the end of a program that has closed its output and may go on."""
-        try:
-            code = self._started.process.wait(max(0.0, self._until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            return Ran(end="time")
-        return Ran(end="exit", code=code, printed=bytes(self._printed))
+        return Ran(end="exit", code=self._code, printed=bytes(printed))
 
     def _hear(self, piece: bytes) -> None:
-        *lines, self._told = (self._told + piece).split(b"\n")
+        *lines, self._heard = (self._heard + piece).split(b"\n")
         for line in lines:
             word, _, rest = line.decode("utf-8", "replace").partition(" ")
             if word == "unshared":
-                self._started.map_user()
+                self.map_user()
             elif word == "ended":
                 self._code = int(rest)
             else:

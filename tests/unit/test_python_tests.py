@@ -435,14 +435,14 @@ BUSY = """
 import os, signal, time
 from llamarl.workers import sandbox
 
-def ran(self):
-    os.read(self._started.told, 100)
-    self._started.map_user()
-    os.read(self._started.printed.fileno(), 1)
-    print(self._started.process.pid, flush=True)
+def ran(self, *_):
+    os.read(self.told, 100)
+    self.map_user()
+    os.read(self.printed.fileno(), 1)
+    print(self.process.pid, flush=True)
     signal.pause()
 
-sandbox._Watch.ran = ran
+sandbox._Started.ran = ran
 source = "print(1, flush=True)\\nwhile True:\\n    pass\\n"
 sandbox.run(source, sandbox.Walls(), until=time.monotonic() + 600, cpu_s=600)
 """
