@@ -320,12 +320,9 @@ class Dialogues:
             if self._open.get(dialogue.key) is not dialogue:
                 raise  # it has ended already
             what = f"{type(error).__name__}: {message_of(error)}"
-            self._finish(dialogue, "lost", error=short(f"{self._place(dialogue)}: {what}"))
-
-    def _place(self, dialogue: _Dialogue) -> str:
-        """Return where a dialogue is, for messages, with the beginning of what was said last."""
-        said = dialogue.said[:SHOWN_CHARACTERS]
-        return f"{dialogue.environment.pool.name}, ticket {dialogue.key[1]}, behind {said!r}"
+            said = dialogue.said[:SHOWN_CHARACTERS]
+            where = f"{dialogue.environment.pool.name}, ticket {dialogue.key[1]}, behind {said!r}"
+            self._finish(dialogue, "lost", error=short(f"{where}: {what}"))
 
     def _begin(
         self, key: Key, prompt: Prompt, params: SamplingParams, completion: Completion
@@ -530,11 +527,9 @@ class Dialogues:
             "dialogues/turns": dialogue.num_turns,
             "tokens/reencode_mismatch": mismatches,
         }
+        finish_reason = _FINISH.get(reason, "length")
         completion = replace(
-            completion,
-            finish_reason=_FINISH.get(reason, "length"),
-            ending=ending,
-            columns=columns,
+            completion, finish_reason=finish_reason, ending=ending, columns=columns
         )
         self._over.append(Over(dialogue.key, completion))
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from torch import Tensor
 from llamarl.environments.dialogues import Dialogues, GoOn, Over
 from llamarl.inference.cache import Key
 from llamarl.inference.engine import Engine
-from llamarl.inference.requests import NewTokens, Partial, Request, TokenIds, on_cpu
+from llamarl.inference.requests import NewTokens, Partial, Recorded, Request, TokenIds, on_cpu
 from llamarl.inference.sampler import SamplingParams
 from llamarl.types import Completion, Prompt
 
@@ -117,12 +118,8 @@ class DialogueEngine:
             ticket=partial.ticket,
             sample_index=partial.sample_index,
             prompt_ids=partial.prompt_ids,
-            token_ids=partial.token_ids,
-            generator_logprobs=partial.generator_logprobs,
-            policy_versions=partial.policy_versions,
             finish_reason="length",
-            loss_mask=partial.loss_mask,
-            restarts=partial.restarts,
+            **_recorded(partial),
         )
         self._params[key] = partial.params
         self._paused[key] = completion
@@ -276,10 +273,11 @@ def _as_partial(key: Key, completion: Completion, params: SamplingParams) -> Par
         ticket=ticket,
         sample_index=index,
         prompt_ids=completion.prompt_ids,
-        token_ids=completion.token_ids,
-        generator_logprobs=completion.generator_logprobs,
-        policy_versions=completion.policy_versions,
         params=params,
-        loss_mask=completion.loss_mask,
-        restarts=completion.restarts,
+        **_recorded(completion),
     )
+
+
+def _recorded(one: Completion | Partial) -> dict[str, Any]:
+    """Return what was recorded of each token [L], by field."""
+    return {name: getattr(one, name) for name in Recorded._fields}

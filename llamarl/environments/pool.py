@@ -83,7 +83,6 @@ class EnvironmentPool(WorkerPool[EnvironmentCall]):
         on_answer: Callable[[], None] = lambda: None,
         section: str = "task",
     ):
-        self.path = path
         self.name = f"{section}.environment={path}"  # as the configuration has it, for messages
         self._timeout_s = timeout_s
         self._numbers = itertools.count()

@@ -27,6 +27,8 @@ from llamarl.tasks.special import (
     text_ids,
 )
 from llamarl.types import Message, Prompt
+from llamarl.words.names import NoFunction
+from llamarl.workers.guard import describe
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -411,6 +413,18 @@ class PromptMaker:
                 return ()
             question = (Message("user", question),)
         return with_system(question, self._system_prompt)
+
+
+def imported(key: str, find: Callable[[str], Callable], path: str) -> Callable:
+    """Return what `find` imports from the user's path. ValueError begins with the configuration's
+    key.
+    """
+    try:
+        return find(path)
+    except NoFunction as error:
+        raise ValueError(f"{key}: {error}") from error
+    except Exception as error:  # the user's module may raise anything while it is imported
+        raise ValueError(f"{key}: importing it failed: {describe(error)}") from error
 
 
 def check_chat_template(tokenizer: Tokenizer) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from llamarl.tasks.base import PromptMaker, Tokenizer, refused_by_template
+from llamarl.tasks.base import PromptMaker, Tokenizer, imported, refused_by_template
 from llamarl.tasks.environment_class import (
     ChatTurn,
     Schema,
@@ -37,8 +37,6 @@ from llamarl.tasks.environment_class import (
 )
 from llamarl.tasks.special import PLAIN, Shown, special_tokens, text_ids
 from llamarl.types import Message, Prompt
-from llamarl.words.names import NoFunction
-from llamarl.workers.guard import describe
 
 _TOOLS_TEXT = (
     "You may call functions. Write each call as <tool_call>\n"
@@ -354,13 +352,7 @@ class DialogueMaker(PromptMaker):
 
 def factory_of(path: str) -> Callable:
     """Return the factory at an import path. ValueError begins with the configuration's key."""
-    key = f"task.environment={path}"
-    try:
-        return import_environment(path)
-    except NoFunction as error:
-        raise ValueError(f"{key}: {error}") from error
-    except Exception as error:  # the user's module may raise anything while it is imported
-        raise ValueError(f"{key}: importing it failed: {describe(error)}") from error
+    return imported(f"task.environment={path}", import_environment, path)
 
 
 def turn_tokens(path: str, tokenizer: Any, *, chat: bool, system_prompt: str | None) -> TurnTokens:

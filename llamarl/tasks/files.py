@@ -380,11 +380,11 @@ def read_hf_dataset(
     path: str | Path, keys: tuple[str, str | None]
 ) -> tuple[HFExamples, HFExamples | None]:
     """Read (training split, evaluation split or None). ValueError where no split's name says that
-    it is for training, or more than one does; see `training_split`.
+    it is for training, or more than one does; see `_training_split`.
     """
     splits = _splits_of(path)
     names = list(splits)
-    train = _named_training_split(path, names)
+    train = _training_split(path, names)
     held_out = held_out_split(names, train)
     log.info("%s: trains on split %s, holds out %s", path, train, held_out or "a part of it")
     digest = directory_digest(path)
@@ -400,19 +400,12 @@ def read_held_out(path: str | Path, keys: tuple[str, str | None]) -> HFExamples:
     names = list(splits)
     found = held_out_split(names, "train") or (names[0] if len(names) == 1 else None)
     if found is None:
-        train = _named_training_split(path, names)
+        train = _training_split(path, names)
         found = held_out_split(names, train) or train
     return _examples_of(path, splits[found], found, keys, directory_digest(path))
 
 
-def _named_training_split(path: str | Path, names: Sequence[str]) -> str:
-    try:
-        return training_split(names)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
-def training_split(names: Sequence[str]) -> str:
+def _training_split(path: str | Path, names: Sequence[str]) -> str:
     """Return the split to train on: the one called train, or the only one whose name says so, such
     as train_sft; or the only one at all, unless its name says that it is for evaluation.
     """
@@ -428,7 +421,7 @@ def training_split(names: Sequence[str]) -> str:
         "name one of them in task.path: the folder of a split that save_to_disk wrote, or the "
         "files of one, as 'DIR/NAME-*.parquet', and those to hold out in task.eval_path"
     )
-    raise ValueError(f"{which} for training ({', '.join(names)}); {remedy}")
+    raise ValueError(f"{path}: {which} for training ({', '.join(names)}); {remedy}")
 
 
 def held_out_split(names: Sequence[str], train: str) -> str | None:

@@ -22,6 +22,7 @@ import json
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from types import ModuleType
 from typing import Any, Literal
 
@@ -410,13 +411,10 @@ def _turn(role: str, content: str) -> dict[str, str]:
 
 def _columns(metas: list[dict]) -> dict[str, object]:
     """Return the metas by key: for each key the values of all of them."""
-    names: dict[str, None] = {}
-    for meta in metas:
-        names.update(dict.fromkeys(meta))
-    kept = [name for name in names if name not in _NO_COLUMNS]
     columns: dict[str, object] = {}
-    for name in kept:
-        columns[name] = [meta.get(name) for meta in metas]
+    for name in dict.fromkeys(chain.from_iterable(metas)):
+        if name not in _NO_COLUMNS:
+            columns[name] = [meta.get(name) for meta in metas]
     return columns
 
 
@@ -470,10 +468,10 @@ def need_flag(name: str, value: object) -> None:
         raise ValueError(f"option {name}={value!r}: need true or false")
 
 
-def need_count(name: str, value: object, least: int = 1) -> None:
-    """Raise ValueError unless the option is a whole number of at least `least`."""
-    if type(value) is not int or value < least:
-        raise ValueError(f"option {name}={value!r}: need a whole number of at least {least}")
+def need_count(name: str, value: object) -> None:
+    """Raise ValueError unless the option is a whole number of at least 1."""
+    if type(value) is not int or value < 1:
+        raise ValueError(f"option {name}={value!r}: need a whole number of at least 1")
 
 
 def need_text(name: str, value: object) -> None:

@@ -444,17 +444,6 @@ def warn_of_shared(
         )
 
 
-def hold_out(num_rows: int, num_eval: int) -> tuple[list[int], list[int]]:
-    """Split rows into (training rows, evaluation rows), by number and in file order: min(num_eval,
-    a tenth) are held out, the same in every run.
-    """
-    # A fixed seed: runs with other seeds are evaluated on the same prompts, so they compare.
-    num_held = min(num_eval, max(1, num_rows // 10)) if num_rows > 1 else 0
-    held = set(random.Random(0).sample(range(num_rows), num_held))
-    kept = [i for i in range(num_rows) if i not in held]
-    return kept, sorted(held)
-
-
 @dataclass(frozen=True, slots=True)
 class PromptSplit:
     """Which rows are held out, by place and in order: one of each prompt that is."""
@@ -502,16 +491,18 @@ class PromptSplit:
 
 
 def hold_out_prompts(prompts: Iterable[bytes], num_eval: int) -> PromptSplit:
-    """Hold out a row of each of min(num_eval, a tenth) prompts. If all prompts differ, the rows are
-    those of `hold_out`. prompts: of each row, equal for equal ones.
+    """Hold out a row of each of min(num_eval, a tenth) prompts, the same in every run. prompts: of
+    each row, equal for equal ones.
     """
     numbers: dict[bytes, int] = {}  # of the prompts, in the order in which they come
     rows = array("q")
     for prompt in prompts:
         rows.append(numbers.setdefault(prompt, len(numbers)))
-    _, chosen = hold_out(len(numbers), num_eval)
-    missing = set(chosen)
-    asked = set(chosen)
+    count = len(numbers)
+    num_held = min(num_eval, max(1, count // 10)) if count > 1 else 0
+    # A fixed seed: runs with other seeds are evaluated on the same prompts, so they compare.
+    asked = set(random.Random(0).sample(range(count), num_held))
+    missing = set(asked)
     held: list[int] = []
     left_out: list[int] = []
     for place, prompt_number in enumerate(rows):
@@ -520,4 +511,4 @@ def hold_out_prompts(prompts: Iterable[bytes], num_eval: int) -> PromptSplit:
             held.append(place)
         elif prompt_number in asked:
             left_out.append(place)
-    return PromptSplit(held, left_out, len(numbers))
+    return PromptSplit(held, left_out, count)

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from llamarl.tasks.base import PromptMaker, Task
+from llamarl.tasks.base import PromptMaker, Task, imported
 from llamarl.types import Prompt
-from llamarl.words.names import NoFunction, import_function
+from llamarl.words.names import import_function
 from llamarl.workers.guard import describe
 
 _GIVEN = ("seed", "num_eval")  # to a function that takes them
@@ -30,12 +30,7 @@ def own_task(
     ValueError, beginning with the key, for what cannot be called or is no Task.
     """
     key = f"task.fn={fn}"
-    try:
-        function = import_function(fn)
-    except NoFunction as error:
-        raise ValueError(f"{key}: {error}") from error
-    except Exception as error:  # the user's module may raise anything while it is imported
-        raise ValueError(f"{key}: importing it failed: {describe(error)}") from error
+    function = imported(key, import_function, fn)
     given = {"seed": seed, "num_eval": num_eval}
     parameters = inspect.signature(function).parameters
     arguments = {name: given[name] for name in _GIVEN if name in parameters} | dict(options)

@@ -26,7 +26,7 @@ from llamarl.models.hf import load_tokenizer
 from llamarl.tasks import procedural
 from llamarl.tasks.base import PromptMaker
 from llamarl.tasks.files import read_jsonl
-from llamarl.tasks.list_task import hold_out
+from llamarl.tasks.list_task import hold_out_prompts
 from llamarl.tasks.rewards import exact_match, final_number, numeric_match, reasoning_gym_score
 from tests.built_tasks import NAMES, build_task, set_of
 
@@ -219,6 +219,11 @@ def test_gsm8k_keeps_the_question_raw_and_tells_the_model_how_to_finish(file):
 
 
 # --- Held-out rows, lengths, templates ---
+
+
+def hold_out(num_rows, num_eval):
+    split = hold_out_prompts((str(row).encode() for row in range(num_rows)), num_eval)
+    return split.kept(num_rows), split.held
 
 
 @given(st.integers(1, 300), st.integers(0, 50))
