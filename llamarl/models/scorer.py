@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -87,11 +87,10 @@ def settle_pad_token(path: str | Path) -> None:
     file.write_text(json.dumps(raw, indent=2))
 
 
-def label_of(config: ModelConfig, name: str | None) -> int:
+def label_of(labels: Sequence[str], name: str | None) -> int:
     """Return the number of the label with this name; None: of the only label. ValueError naming all
     of them.
     """
-    labels = config.labels
     if name is None and len(labels) == 1:
         return 0
     if name in labels:

@@ -376,7 +376,6 @@ class Ahead:
         last_is_label: bool = False,
     ):
         self.piece_tokens = settings.piece_tokens
-        self.num_read = 0  # tokens, so far
         self._site = site
         self._call = call
         self._about = about
@@ -431,7 +430,6 @@ class Ahead:
         """
         began = time.monotonic()
         values = self._site.together.call(self._call, passes)
-        self.num_read += sum(one.num_tokens for one in passes)
         metrics = self._site.metrics
         if metrics is not None:
             what = "read to the end" if any(one.ends for one in passes) else "read ahead"

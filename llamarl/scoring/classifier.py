@@ -13,13 +13,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from llamarl.models.directory import architecture_in, read_json
 from llamarl.models.hf import check_encoder_directory, check_finite
+from llamarl.models.scorer import label_of
 from llamarl.scoring.scorer import Item, Outcomes, Scorer, Site
 from llamarl.tasks.special import special_tokens
 from llamarl.types import Outcome
@@ -68,29 +70,14 @@ class Classifier(Scorer):
         self._tokenizer = AutoTokenizer.from_pretrained(
             s.path, local_files_only=True, trust_remote_code=False
         )
-        model = AutoModelForSequenceClassification.from_pretrained(
-            s.path,
-            use_safetensors=True,
-            dtype=getattr(torch, s.dtype),
-            local_files_only=True,
-            trust_remote_code=False,
-        )
-        for name, parameter in model.named_parameters():
-            check_finite(name, parameter, Path(s.path))
-        self._label = label_number(labels_of(model.config), s.label)
-        self._model = model.to(self._device).eval()
+        kind = AutoModelForSequenceClassification
+        self._model = load_encoder(kind, s.path, s.dtype, self._device)
+        self._label = label_of(labels_of(self._model.config), s.label)
 
     def submit(self, key: int, item: Item) -> None:
         """Queue one text."""
         self._waiting.append((key, item.prompt.text, item.text))
         self._on_result()
-
-    def release(self, keys: Sequence[int]) -> None:
-        """Do nothing, because each text is scored without its batch."""
-
-    def wait(self, timeout_s: float) -> bool:
-        """Whether `poll` has something to do: it has while anything is pending."""
-        return bool(self._waiting)
 
     def poll(self) -> Outcomes:
         """Score a batch."""
@@ -138,20 +125,33 @@ class Classifier(Scorer):
         return of_label(logits_NR, self._label, self._settings.output).cpu()
 
 
+def load_encoder(kind: Any, path: str, dtype: str, device: torch.device) -> Any:
+    """Load a model of one of transformers' Auto classes from safetensors, frozen. ValueError or
+    OSError if it cannot be; BadWeights for NaN in it.
+    """
+    model = kind.from_pretrained(
+        path,
+        use_safetensors=True,
+        dtype=getattr(torch, dtype),
+        local_files_only=True,
+        trust_remote_code=False,
+    )
+    for name, parameter in model.named_parameters():
+        check_finite(name, parameter, Path(path))
+    return model.to(device).eval().requires_grad_(False)
+
+
 def padded_right(texts: Sequence[dict[str, list[int]]], pad_id: int) -> dict[str, Tensor]:
     """[N, longest] int64 by name, with the mask of text, padded on the right whatever the
     tokenizer's side, because an encoder's positions begin at the first token.
     """
-    longest = max(len(text["input_ids"]) for text in texts)
-    columns: dict[str, list[list[int]]] = {"attention_mask": []}
-    for text in texts:
-        size = len(text["input_ids"])
-        columns["attention_mask"].append([1] * size + [0] * (longest - size))
-        for name, ids in text.items():
-            if name != "attention_mask":
-                fill = pad_id if name == "input_ids" else 0
-                columns.setdefault(name, []).append(ids + [fill] * (longest - size))
-    return {name: torch.tensor(column) for name, column in columns.items()}
+    marked = [{**text, "attention_mask": [1] * len(text["input_ids"])} for text in texts]
+    columns = {}
+    for name in marked[0]:
+        rows = [torch.tensor(text[name], dtype=torch.int64) for text in marked]
+        fill = pad_id if name == "input_ids" else 0
+        columns[name] = pad_sequence(rows, batch_first=True, padding_value=fill)
+    return columns
 
 
 def of_label(logits_NR: Tensor, label: int, output: ClassifierOutput) -> Tensor:
@@ -188,7 +188,7 @@ def check_encoder(path: str | Path, label: str | None, max_tokens: int) -> None:
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     if getattr(config, "is_decoder", False) or hasattr(config, "num_key_value_heads"):
         raise ValueError(f"{architecture} reads from left to right; use reward=model")
-    label_number(labels_of(config), label)
+    label_of(labels_of(config), label)
     most = most_tokens_of(config)
     if most is not None and max_tokens > most:
         raise ValueError(
@@ -211,17 +211,3 @@ def most_tokens_of(config) -> int | None:
 def labels_of(config) -> tuple[str, ...]:
     """Return the labels of a transformers config, in order."""
     return tuple(config.id2label[number] for number in sorted(config.id2label))
-
-
-def label_number(labels: Sequence[str], name: str | None) -> int:
-    """Return the number of the label with this name; None: the only label's. ValueError names all
-    labels.
-    """
-    if name is None and len(labels) == 1:
-        return 0
-    if name in labels:
-        return labels.index(name)
-    shown = ", ".join(labels)
-    if name is None:
-        raise ValueError(f"gives {len(labels)} scores; name one of {shown}")
-    raise ValueError(f"has no label {name}; name one of {shown}")

@@ -13,7 +13,7 @@ Shapes: N texts, E of an embedding, T packed tokens, L places of the longest tex
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -28,10 +28,10 @@ from llamarl.memory import ITEMSIZES, encoder_numbers
 from llamarl.models.attention import PackedAttention
 from llamarl.models.config import read_config
 from llamarl.models.directory import read_json
-from llamarl.models.hf import check_encoder_directory, check_finite, load_tokenizer
+from llamarl.models.hf import check_encoder_directory, load_tokenizer
 from llamarl.models.loading import frozen_decoder
 from llamarl.models.sharding import num_parameters
-from llamarl.scoring.classifier import most_tokens_of
+from llamarl.scoring.classifier import load_encoder, most_tokens_of, padded_right
 
 _UNBOUNDED = 1_000_000  # a tokenizer without a longest text gives a larger number than this
 _CUSTOMARY = 512  # tokens, if neither tokenizer nor model says how many are read
@@ -102,6 +102,16 @@ def unit(vectors_NE: Tensor) -> Tensor:
     return F.normalize(vectors_NE.double(), dim=1)
 
 
+def _embedded(
+    ids: list[list[int]], budget: int, width: int, means: Callable[[list[list[int]]], Tensor]
+) -> Tensor:
+    """Return the vectors [N, width] of texts, each [n] token ids, a microbatch at a time."""
+    vectors_NE = torch.zeros(len(ids), width)
+    for places in collate([len(own) for own in ids], budget):
+        vectors_NE[places] = means([ids[place] for place in places])
+    return vectors_NE
+
+
 class PolicyEmbedder:
     """The mean over a text's tokens of a language model's last hidden states, behind its last norm.
 
@@ -119,10 +129,7 @@ class PolicyEmbedder:
     def embed(self, texts: Sequence[str]) -> Tensor:
         """[N, E] float32, see Embedder."""
         ids = [self._ids_of(text) for text in texts]
-        vectors_ND = torch.zeros(len(texts), self._decoder.config.hidden_size)
-        for places in collate([len(own) for own in ids], self._budget):
-            vectors_ND[places] = self._means([ids[place] for place in places])
-        return vectors_ND
+        return _embedded(ids, self._budget, self._decoder.config.hidden_size, self._means)
 
     def tensors(self) -> list[Tensor]:
         """Return the decoder's weights."""
@@ -167,19 +174,10 @@ class EncoderEmbedder:
         self._device = device
         self._budget = settings.microbatch_tokens
         self._tokenizer = load_tokenizer(settings.path)
-        model = AutoModel.from_pretrained(
-            settings.path,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            dtype=getattr(torch, settings.dtype),
-        )
-        for name, parameter in model.named_parameters():
-            check_finite(name, parameter, Path(settings.path))
-        self._model = model.to(device).eval().requires_grad_(False)
+        self._model = load_encoder(AutoModel, settings.path, settings.dtype, device)
         self._longest = self._tokenizer.model_max_length
         if self._longest > _UNBOUNDED:
-            self._longest = most_tokens_of(model.config) or _CUSTOMARY
+            self._longest = most_tokens_of(self._model.config) or _CUSTOMARY
 
     def embed(self, texts: Sequence[str]) -> Tensor:
         """[N, E] float32, see Embedder."""
@@ -188,10 +186,7 @@ class EncoderEmbedder:
             asked = {"truncation": True, "max_length": self._longest, "split_special_tokens": True}
             own = self._tokenizer(text, **asked)["input_ids"]
             ids.append(own or [self._tokenizer.pad_token_id or 0])
-        vectors_NE = torch.zeros(len(texts), self._model.config.hidden_size)
-        for places in collate([len(own) for own in ids], self._budget):
-            vectors_NE[places] = self._means([ids[place] for place in places])
-        return vectors_NE
+        return _embedded(ids, self._budget, self._model.config.hidden_size, self._means)
 
     def tensors(self) -> list[Tensor]:
         """Return the encoder's weights."""
@@ -199,18 +194,11 @@ class EncoderEmbedder:
 
     @torch.no_grad()
     def _means(self, ids: list[list[int]]) -> Tensor:
-        longest = max(map(len, ids))
-        pad = self._tokenizer.pad_token_id or 0
-        tokens_NL = torch.full((len(ids), longest), pad)
-        mask_NL = torch.zeros_like(tokens_NL)
-        for row, own in enumerate(ids):
-            tokens_NL[row, : len(own)] = torch.tensor(own)
-            mask_NL[row, : len(own)] = 1
-        found = self._model(
-            input_ids=tokens_NL.to(self._device), attention_mask=mask_NL.to(self._device)
-        )
+        texts = [{"input_ids": own} for own in ids]
+        padded = padded_right(texts, self._tokenizer.pad_token_id or 0)
+        found = self._model(**{name: column.to(self._device) for name, column in padded.items()})
         hidden_NLE = found.last_hidden_state.float().cpu()
-        weights_NL1 = mask_NL[:, :, None].float()
+        weights_NL1 = padded["attention_mask"][:, :, None].float()
         return (hidden_NLE * weights_NL1).sum(1) / weights_NL1.sum(1)
 
 

@@ -146,7 +146,7 @@ class Endpoint:
                 left_s -= time.monotonic() - began_at
 
         retrying = AsyncRetrying(
-            retry=retry_if_exception(_may_pass),
+            retry=retry_if_exception(lambda error: isinstance(error, NoReply) and error.may_pass),
             stop=stop_after_attempt(self._settings.max_retries + 1),
             wait=self._pause_s,
             before_sleep=lambda state: self.counts.update(["retries"]),
@@ -232,10 +232,6 @@ def shown(text: str) -> str:
     if len(line) > _SHOWN_CHARACTERS:
         line = f"{line[:_SHOWN_CHARACTERS]}..."
     return "".join(c if c.isprintable() else "?" for c in line)
-
-
-def _may_pass(error: BaseException) -> bool:
-    return isinstance(error, NoReply) and error.may_pass
 
 
 async def _content_of(response: httpx.Response) -> bytes:

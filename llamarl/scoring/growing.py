@@ -233,7 +233,7 @@ class GrowingSequences:
         for sequence in self._in_order():
             if plan.room <= 0:
                 break
-            if not self._next_size(sequence) or not self._has_slot(sequence):
+            if not self._size_behind(sequence, sequence.read) or not self._has_slot(sequence):
                 continue
             if sequence.read or self._share(sequence, plan):
                 self._read(sequence, plan)
@@ -251,12 +251,8 @@ class GrowingSequences:
         whole = [sequence for sequence in known if sequence.is_whole]
         return whole or sorted(known, key=lambda sequence: not sequence.has_ended)
 
-    def _next_size(self, sequence: _Sequence) -> int:
-        """Return the tokens of the next piece that may be read; 0 if there is none."""
-        return self._size_behind(sequence, sequence.read)
-
     def _size_behind(self, sequence: _Sequence, read: int) -> int:
-        """Return the size of the piece that follows after so many tokens."""
+        """Return the tokens of the piece that may be read behind so many; 0 if there is none."""
         left = sequence.tokens.numel() - self._label - read
         if sequence.is_whole:
             return min(left, sequence.chunk)
@@ -316,7 +312,7 @@ class GrowingSequences:
         if sequence.read < self._shared_size(sequence):
             plan.reading.add(sequence.key[0])
         plan.held[sequence.key] = sequence.read
-        while size := self._next_size(sequence):
+        while size := self._size_behind(sequence, sequence.read):
             if plan.pieces and size > plan.room:
                 plan.room = 0
                 return

@@ -105,6 +105,8 @@ class Judge(Scorer):
     and for a url or a key that cannot be used.
     """
 
+    pending = 0  # items that are being judged, without those that wait for their batch
+
     def __init__(
         self,
         settings: JudgeKindSettings,
@@ -120,7 +122,6 @@ class Judge(Scorer):
         self._template = template_of(settings, section)
         self._on_result = on_result
         self._held: dict[int, _Text] = {}  # by key, until their batch is released
-        self._num_pending = 0
         self._known: deque[tuple[int, Outcome]] = deque()
         self._is_known = threading.Event()
         self._has_begun = threading.Event()  # set when the thread has asked once, or failed
@@ -132,13 +133,6 @@ class Judge(Scorer):
         self._thread: threading.Thread | None = None
 
     @property
-    def pending(self) -> int:
-        """The number of items that are being judged, not counting those that wait for the rest of
-        their batch.
-        """
-        return self._num_pending
-
-    @property
     def counts(self) -> Mapping[str, int]:
         """Pairs compared, order_ties, and failures by their kind."""
         return self._counts
@@ -146,7 +140,7 @@ class Judge(Scorer):
     @property
     def is_busy(self) -> bool:
         """Whether as many items wait as are asked about at a time."""
-        return self._num_pending >= 2 * self._settings.max_parallel
+        return self.pending >= 2 * self._settings.max_parallel
 
     def start(self) -> None:
         """Block until the judge has answered once. ValueError if it does not."""
@@ -188,7 +182,7 @@ class Judge(Scorer):
         self._raise_failure()
         self._is_known.clear()
         outcomes = [self._known.popleft() for _ in range(len(self._known))]
-        self._num_pending -= len(outcomes)
+        self.pending -= len(outcomes)
         return outcomes
 
     def wait(self, timeout_s: float) -> bool:
@@ -198,7 +192,7 @@ class Judge(Scorer):
     def close(self) -> None:
         """Drop what is pending, end the thread and log how much was asked."""
         self._held.clear()
-        self._num_pending = 0
+        self.pending = 0
         if self._thread is None:
             return
         loop = self._loop
@@ -255,7 +249,7 @@ class Judge(Scorer):
 
     def _begin(self, keys: list[int], judging: Coroutine) -> None:
         """Let the thread run a task that tells the outcomes of items."""
-        self._num_pending += len(keys)
+        self.pending += len(keys)
         assert self._loop is not None, "submit comes after start"
         self._loop.call_soon_threadsafe(self._spawn, judging)
 
@@ -371,13 +365,8 @@ class Judge(Scorer):
         return _POINTS[choice]
 
     async def _reply_to(self, meta: dict[str, object], values: dict[str, str]) -> str:
-        """Return the judge's reply to the question with these values."""
-        assert self._endpoint is not None, "only the thread's own tasks ask"
-        return await self._endpoint.ask(self._question(meta, values))
-
-    def _question(self, meta: dict[str, object], values: dict[str, str]) -> str:
-        """Fill in the template's places, all at once, so that a completion's text is not searched
-        for places.
+        """Return the judge's reply. The template's places are filled in all at once, so that a
+        completion's text is not searched for places.
         """
         filled = {
             "answer": str(meta.get("answer", "")),
@@ -386,7 +375,9 @@ class Judge(Scorer):
             **values,
         }
         text = _PLACES.sub(lambda place: filled.get(place[1], place[0]), self._template)
-        return text.encode("utf-8", "replace").decode()  # half a surrogate pair cannot be sent
+        question = text.encode("utf-8", "replace").decode()  # half a surrogate pair cannot be sent
+        assert self._endpoint is not None, "only the thread's own tasks ask"
+        return await self._endpoint.ask(question)
 
 
 def template_of(settings: JudgeKindSettings, section: str) -> str:

@@ -71,7 +71,6 @@ class ModelScorer(Scorer):
         self._items: dict[int, Item] = {}  # items without a score yet, by key
         self._came: dict[int, float] = {}  # when each came
         self._errors: Outcomes = []
-        self._has_read_ahead = False
 
     def load(self) -> None:
         """Load the model, and lay out its cache."""
@@ -108,11 +107,6 @@ class ModelScorer(Scorer):
         """Whether the next `poll` computes."""
         return self.pending > 0
 
-    @property
-    def has_read_ahead(self) -> bool:
-        """Whether the last `poll` has read ahead."""
-        return self._has_read_ahead
-
     def submit(self, key: int, item: Item) -> None:
         """Take one item. With a stream a training completion is read to its end; any other item
         waits for its batch.
@@ -127,7 +121,7 @@ class ModelScorer(Scorer):
         if metrics is not None:
             if size:
                 metrics.add_mean("reward/prefilled_early", early / size)
-            metrics.add_mean("reward/piece_tokens", self._growing.piece_tokens)
+            metrics.add_mean("reward/piece_tokens", self._growing.ahead.piece_tokens)
 
     def hear(self, stretch: Stretch, prompt_ids: Tensor) -> None:
         """Note new tokens of a completion, if they are read ahead."""
@@ -143,11 +137,10 @@ class ModelScorer(Scorer):
         """Queue a batch, except items that were read as they grew, which may have their scores
         already.
         """
-        batch = {}
-        for key in keys:
-            item = self._items.get(key)
-            if item is not None and not self._is_streamed(item):
-                batch[key] = item
+        batch = {key: self._items[key] for key in keys if key in self._items}
+        if self._growing is not None:
+            streamed = self._growing.is_streamed
+            batch = {key: item for key, item in batch.items() if not streamed(item)}
         self._errors += self._rounds.put(batch)
 
     def poll(self) -> Outcomes:
@@ -156,7 +149,7 @@ class ModelScorer(Scorer):
         outcomes = self._errors
         self._errors = []
         scores, num_tokens = self._work()
-        self._has_read_ahead = num_tokens > 0 and not scores
+        self.has_read_ahead = num_tokens > 0 and not scores
         metrics = self._site.metrics
         if num_tokens and metrics is not None:
             metrics.add_sum(f"reward/{self.name}/seconds", time.monotonic() - began)
@@ -172,10 +165,6 @@ class ModelScorer(Scorer):
         if self._growing is not None:
             self._growing.time_step()
         return outcomes
-
-    def wait(self, timeout_s: float) -> bool:
-        """Whether `poll` has something to do: it has while anything is pending."""
-        return self.pending > 0
 
     def close(self) -> None:
         """Drop what is pending."""
@@ -201,9 +190,6 @@ class ModelScorer(Scorer):
         """Go on with the search."""
         if self._growing is not None:
             self._growing.load_state_dict(state)
-
-    def _is_streamed(self, item: Item) -> bool:
-        return self._growing is not None and self._growing.is_streamed(item)
 
     def _work(self) -> tuple[Scores, int]:
         """Score a round, or read a pass. Return the scores, and how many tokens were read. Streamed
@@ -337,11 +323,6 @@ class Growing:
     def pending(self) -> int:
         """The number of whole completions that are not read to their ends."""
         return len(self._whole)
-
-    @property
-    def piece_tokens(self) -> int:
-        """The size of pieces now."""
-        return self.ahead.piece_tokens
 
     def is_streamed(self, item: Item) -> bool:
         """Whether an item is read as it grows: if it is of training and fits the cache."""

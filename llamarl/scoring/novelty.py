@@ -69,6 +69,10 @@ class _Past:
         return self.where(torch.tensor(order[-count:], dtype=torch.int64))
 
 
+# torch.cat takes a tensor without elements for one of any width.
+_NOTHING = _Past(torch.zeros((0, 2), dtype=torch.int64), torch.zeros(0))
+
+
 class Novelty(Scorer):
     """Scores batches of completions. Their column diversity/cosine_distance is of their group.
 
@@ -88,14 +92,13 @@ class Novelty(Scorer):
         self.name = name
         self._settings = settings
         self._embedder_settings = embedder
-        self._embedder_name = embedder.path
         self._groups_per_step = groups_per_step
         self._device = site.group.device
         self._items: dict[int, Item] = {}
         self._released: Queue[list[int]] = Queue()
         self._embedder: Embedder | None = None
-        self._history: _Past | None = None  # oldest first
-        self._come: _Past | None = None  # completions of the newest step
+        self._history = _NOTHING  # oldest first
+        self._come = _NOTHING  # completions of the newest step
         self._step = 0  # the newest step of which a completion has come
 
     @property
@@ -137,17 +140,14 @@ class Novelty(Scorer):
         scores = dict(zip(items, self._novelty(units_NE).tolist()))
         columns: dict[str, float] = {}
         if not items[0].is_held_out:
-            self._remember(items, units_NE)
+            places = torch.tensor([item.sample for item in items])
+            self._come = self._come.with_more(_Past(places, units_NE))
             if len(items) > 1:
                 columns["diversity/cosine_distance"] = mean_pairwise_distance(units_NE)
         outcomes = []
         for key, item in zip(keys, said):
             outcomes.append((key, Outcome("score", scores[item], "", columns=columns)))
         return outcomes
-
-    def wait(self, timeout_s: float) -> bool:
-        """Whether `poll` has something to do: it has as soon as a batch is whole."""
-        return bool(self._released)
 
     def close(self) -> None:
         """Drop what is pending."""
@@ -158,20 +158,24 @@ class Novelty(Scorer):
         """Return the history: places [M, 2] int64 (ticket, sample_index), units [M, E], and the
         name of the embedder.
         """
-        past = _joined(self._history, self._come)
-        if past is None or not len(past.places_M2):
+        past = self._history.with_more(self._come)
+        if not len(past.places_M2):
             return {}
-        return {"places": past.places_M2, "units": past.units_ME, "embedder": self._embedder_name}
+        return {
+            "places": past.places_M2,
+            "units": past.units_ME,
+            "embedder": self._embedder_settings.path,
+        }
 
     def load_state_dict(self, state: Mapping[str, Tensor | str]) -> None:
         """Go on with a saved history. Begin anew, with a warning, if another embedder made it."""
-        if state.get("embedder") != self._embedder_name:
+        if state.get("embedder") != self._embedder_settings.path:
             log.warning(
                 "reward %s: the checkpoint's history has vectors of %s, which cannot be compared "
                 "with those of %s, so the history begins anew",
                 self.name,
                 state.get("embedder"),
-                self._embedder_name,
+                self._embedder_settings.path,
             )
             return
         places = state["places"]
@@ -187,34 +191,21 @@ class Novelty(Scorer):
         """Forget earlier completions of a ticket. If it belongs to a later step, first move what
         has come into the history.
         """
-        if self._history is not None:
-            self._history = self._history.without(ticket)
-        if self._come is not None:
-            self._come = self._come.without(ticket)
+        self._history = self._history.without(ticket)
+        self._come = self._come.without(ticket)
         step = ticket // self._groups_per_step
         if step > self._step:
             self._step = step
-            past = _joined(self._history, self._come)
-            self._history = None if past is None else past.newest(self._settings.history)
-            self._come = None
+            past = self._history.with_more(self._come)
+            self._history = past.newest(self._settings.history)
+            self._come = _NOTHING
 
     def _novelty(self, units_NE: Tensor) -> Tensor:
         """[N]: 1 - the mean cosine with the nearest; 1 without a history."""
-        if self._history is None or not len(self._history.units_ME):
+        if not len(self._history.units_ME):
             return torch.ones(len(units_NE))
         cosines_NM = units_NE @ self._history.units_ME.T
         nearest = self._settings.nearest
         if nearest is not None and nearest < cosines_NM.shape[1]:
             cosines_NM = cosines_NM.topk(nearest, dim=1).values
         return 1 - cosines_NM.mean(1)
-
-    def _remember(self, items: Sequence[Item], units_NE: Tensor) -> None:
-        """Remember a group."""
-        places = torch.tensor([item.sample for item in items])
-        self._come = _joined(self._come, _Past(places, units_NE))
-
-
-def _joined(first: _Past | None, then: _Past | None) -> _Past | None:
-    if first is None or then is None:
-        return then if first is None else first
-    return first.with_more(then)

@@ -18,7 +18,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -236,6 +236,7 @@ class _Batch:
     tally: PairCounts
 
 
+@dataclass(kw_only=True)
 class PairMaker:
     """Samples completions of prompts, lets a scorer score them, and pairs them.
 
@@ -245,30 +246,19 @@ class PairMaker:
     tokenizer: the policy's. RewardError if more than max_error_rate of the outcomes are errors.
     """
 
-    def __init__(
-        self,
-        *,
-        engine: Engine | None,
-        scorer: Scorer,
-        sampling: SamplingParams,
-        chunk_tokens: int,
-        prompt_of: Callable[[int], Prompt],
-        targets_of: Callable[[Prompt], Mapping[str, str]],
-        tokenizer,
-        prompts: PromptMaker,
-        rule: PairRule,
-        max_error_rate: float,
-    ):
-        self._engine = engine
-        self._scorer = scorer
-        self._sampling = sampling
-        self._chunk_tokens = chunk_tokens
-        self._prompt_of = prompt_of
-        self._targets_of = targets_of
-        self._tokenizer = tokenizer
-        self._prompts = prompts
-        self._rule = rule
-        self._errors = ErrorRate(scorer.name, max_error_rate)
+    engine: Engine | None
+    scorer: Scorer
+    sampling: SamplingParams
+    chunk_tokens: int
+    prompt_of: Callable[[int], Prompt]
+    targets_of: Callable[[Prompt], Mapping[str, str]]
+    tokenizer: Any
+    prompts: PromptMaker
+    rule: PairRule
+    max_error_rate: float
+
+    def __post_init__(self):
+        self._errors = ErrorRate(self.scorer.name, self.max_error_rate)
         self._keys = itertools.count()
         self._numbers: dict[int, int] = {}  # of the prompts, by key, until its outcome is known
         self._outcomes: dict[int, Outcome] = {}  # by key, until its batch is settled
@@ -288,20 +278,20 @@ class PairMaker:
         """Sample completions of prompts, and hand them to the scorer prompt by prompt."""
         batch = _Batch({}, PairCounts(prompts=len(numbers)))
         for number in numbers:
-            batch.answered[number] = _Answered(self._prompt_of(number))
-        if self._engine is None:
+            batch.answered[number] = _Answered(self.prompt_of(number))
+        if self.engine is None:
             for number, answered in batch.answered.items():
                 self._submit(number, answered, [], batch.tally)
             return batch
         for number, answered in batch.answered.items():
             prompt_ids = answered.prompt.prompt_ids.tolist()
-            self._engine.submit(number, prompt_ids, self._sampling, stream=STREAM)
+            self.engine.submit(number, prompt_ids, self.sampling, stream=STREAM)
         samples: dict[int, list[Completion]] = {number: [] for number in numbers}
-        for finished in completions_of(self._engine, self._chunk_tokens):
+        for finished in completions_of(self.engine, self.chunk_tokens):
             for _, completion in finished:
                 number = completion.ticket
                 samples[number].append(completion)
-                if len(samples[number]) == self._sampling.n:
+                if len(samples[number]) == self.sampling.n:
                     own = sorted(samples.pop(number), key=lambda c: c.sample_index)
                     self._submit(number, batch.answered[number], own, batch.tally)
             self._collect()
@@ -312,28 +302,28 @@ class PairMaker:
     ) -> None:
         """Make candidates of a prompt's completions, and submit them to be scored."""
         for completion in samples:
-            item = item_of(completion, answered.prompt, self._decode, self._tokenizer.decode)
+            item = item_of(completion, answered.prompt, self._decode, self.tokenizer.decode)
             tally.completions += 1
             tally.cut += not item.has_ended
             self._add(answered, completion.sample_index, item, tally)
-        for name, text in self._targets_of(answered.prompt).items():
+        for name, text in self.targets_of(answered.prompt).items():
             self._add_reference(answered, name, text, tally)
         count = len(answered.candidates)
         if count < 2:
             return
-        for places in self._rule.batches(number, count):
+        for places in self.rule.batches(number, count):
             keys = {place: next(self._keys) for place in places}
             for place, key in keys.items():
                 self._numbers[key] = number
-                self._scorer.submit(key, answered.items[place])
-            self._scorer.release(list(keys.values()))
+                self.scorer.submit(key, answered.items[place])
+            self.scorer.release(list(keys.values()))
             answered.batches.append(keys)
 
     def _add_reference(self, answered: _Answered, key: str, text: str, tally: PairCounts) -> None:
         """Make a candidate of the row's own answer, unless it is longer than a sample may be."""
         prompt_ids = answered.prompt.prompt_ids.tolist()
-        ids = reply_ids(self._tokenizer, prompt_ids, text, chat=self._prompts.shows_turns)
-        if len(ids) > self._sampling.max_new_tokens:
+        ids = reply_ids(self.tokenizer, prompt_ids, text, chat=self.prompts.shows_turns)
+        if len(ids) > self.sampling.max_new_tokens:
             tally.long_references += 1
             return
         item = Item(
@@ -342,7 +332,7 @@ class PairMaker:
             text=text,
             has_ended=True,
             is_held_out=False,
-            decode_raw=self._tokenizer.decode,
+            decode_raw=self.tokenizer.decode,
         )
         tally.references += 1
         self._add(answered, key, item, tally)
@@ -353,7 +343,7 @@ class PairMaker:
             tally.empty += 1
             return
         last = int(answered.prompt.prompt_ids[-1])
-        ids = text_ids(self._tokenizer, item.text, behind=last)
+        ids = text_ids(self.tokenizer, item.text, behind=last)
         answered.candidates.append(Candidate(origin, item.text, tuple(ids)))
         answered.items.append(item)
         length = answered.prompt.prompt_ids.numel() + len(ids) + 1
@@ -367,7 +357,7 @@ class PairMaker:
                 wanted.update(keys.values())
         self._collect()
         while not wanted <= self._outcomes.keys():
-            self._scorer.wait(WAIT_S)
+            self.scorer.wait(WAIT_S)
             self._collect()
         lines = []
         for number, answered in batch.answered.items():
@@ -378,31 +368,30 @@ class PairMaker:
 
     def _rows(self, number: int, answered: _Answered, tally: PairCounts) -> list[dict[str, object]]:
         """Return the lines of a prompt's pairs."""
-        rule = self._rule
         rows = []
         unscored: set[int] = set()
         for keys in answered.batches:
             outcomes = {place: self._outcomes.pop(key) for place, key in keys.items()}
             scores = {place: outcome.value for place, outcome in outcomes.items()}
             unscored.update(place for place in outcomes if outcomes[place].kind != "score")
-            for one, other in rule.pairs_of(scores):
+            for one, other in self.rule.pairs_of(scores):
                 pair = label(
                     answered.candidates[one],
                     answered.candidates[other],
                     (scores[one], scores[other]),
-                    is_flipped=rule.is_flipped(number, (one, other)),
+                    is_flipped=self.rule.is_flipped(number, (one, other)),
                 )
                 tally.enter(pair)
                 if not isinstance(pair, str):
-                    turns = self._prompts.turns(answered.prompt.asked)
-                    row = row_of(pair, turns, number=number, margin_coef=rule.margin_coef)
-                    rows.append(row)
+                    turns = self.prompts.turns(answered.prompt.asked)
+                    coef = self.rule.margin_coef
+                    rows.append(row_of(pair, turns, number=number, margin_coef=coef))
         tally.unscored += len(unscored)
         return rows
 
     def _collect(self) -> None:
         """Take the outcomes that are known. RewardError if too many are errors."""
-        outcomes = self._scorer.poll()
+        outcomes = self.scorer.poll()
         for key, outcome in outcomes:
             self._errors.add(outcome, self._numbers.pop(key))
             self._outcomes[key] = outcome
@@ -411,11 +400,11 @@ class PairMaker:
 
     def _count_orders(self, tally: PairCounts) -> None:
         """Count the comparisons of judges since the last batch was settled."""
-        counts = Counter(self._scorer.counts)
+        counts = Counter(self.scorer.counts)
         since = counts - self._counted
         tally.compared = since["pairs"]
         tally.order_ties = since["order_ties"]
         self._counted = counts
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)

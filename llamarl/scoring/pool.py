@@ -92,14 +92,10 @@ class Call:
         else:
             told_s = max(timeout_s * len(self.items), first_s or 0.0)
             self.limit_s = told_s
-        columns = [
-            _array(map(str, self.items)),
-            _array(item.prompt for item in self.items.values()),
-            _array(item.completion for item in self.items.values()),
-            _array(item.meta for item in self.items.values()),
-            _array(item.sampled for item in self.items.values()),
-            json.dumps(told_s),
-        ]
+        columns = [_array(map(str, self.items))]
+        for name in ("prompt", "completion", "meta", "sampled"):
+            columns.append(_array(getattr(item, name) for item in self.items.values()))
+        columns.append(json.dumps(told_s))
         self.line = _array(columns).encode() + b"\n"
         self.sent_at = math.inf
 
@@ -436,7 +432,7 @@ class RewardPool(WorkerPool[Call], Scorer):
         patience.note_kill(call)
         if patience.is_at_end:
             raise RewardError(
-                f"{self._given}: the first calls of {patience.num_kills} workers "
+                f"{self.given}: the first calls of {patience.num_kills} workers "
                 f"took longer than {call.limit_s:g} s each, and nothing was ever scored; "
                 f"{self._loading}"
             )
@@ -532,7 +528,6 @@ def check_reward(
     every item, with the lines of code that it came through.
     """
     pool = RewardPool(fn, section=section, fn_key=fn_key, traced=True, **limits)
-    given = f"{fn_key or section + '.fn'}={fn}"
     return try_scorer(
-        pool, items, given=given, remedy=remedy, must_score=must_score, wait_longer=wait_longer
+        pool, items, given=pool.given, remedy=remedy, must_score=must_score, wait_longer=wait_longer
     )

@@ -8,9 +8,11 @@ Items beyond what keeps a scorer busy wait in InTurn, where evaluations overtake
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from llamarl.scoring.pool import RewardPool
 from llamarl.scoring.scorer import Around, Item, Outcomes, Queue, Scorer
 from llamarl.tasks.environment import GIVEN
 from llamarl.tasks.forms import REWARD_KEY
@@ -186,22 +188,16 @@ class EnvironmentReward(Scorer):
         done, self._done = self._done, []
         return done
 
-    def wait(self, timeout_s: float) -> bool:
-        """Whether `poll` has something to return; there is nothing to wait for."""
-        return bool(self._done)
 
-
-def by_own_reward(
-    main: str, others: Sequence[str], make_pool: Callable[[str], Scorer], name: str
-) -> Scorer:
+def by_own_reward(main: str, others: Sequence[str], name: str, **options: Any) -> Scorer:
     """Return the scorer of prompts of several kinds.
 
     main: the default reward, an import path or GIVEN (the environment's reward). others: rewards
-    that some prompts name for themselves. make_pool: makes the scorer of an import path. name: of
-    the scorer, in messages.
+    that some prompts name for themselves. name: of the scorer, in messages. options: of the
+    RewardPool of each import path.
     """
     scorers: dict[str, Scorer] = {}
     for path in dict.fromkeys((main, *others)):
-        scorers[path] = EnvironmentReward(name) if path == GIVEN else make_pool(path)
+        scorers[path] = EnvironmentReward(name) if path == GIVEN else RewardPool(path, **options)
     default = scorers.pop(main)
     return InTurn(ByOwnReward(default, scorers) if scorers else default)

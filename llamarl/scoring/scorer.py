@@ -106,12 +106,12 @@ class Site:
     reproducible: bool = False
 
 
-def site_alone(device: torch.device, *, on_result: Callable[[], None] = lambda: None) -> Site:
+def site_alone(device: torch.device) -> Site:
     """Return the site of a scorer that one process has to itself: without metrics, and
     reproducible.
     """
     group = ExecutorGroup("alone", (0,), 0, device)
-    return Site(group, Alone(), on_result=on_result, reproducible=True)
+    return Site(group, Alone(), reproducible=True)
 
 
 class Scorer(Protocol):
@@ -133,6 +133,7 @@ class Scorer(Protocol):
 
     name: str  # for messages, such as the function's import path
     is_novelty: bool = False  # whether its scores do not measure success
+    has_read_ahead: bool = False  # at the last `poll`, even if that brought no outcome
 
     @property
     def pending(self) -> int:
@@ -151,11 +152,6 @@ class Scorer(Protocol):
         """Whether it has enough to do for a while. More may be submitted, but it is better to wait,
         because an evaluation may come that should go first (routing.py).
         """
-        return False
-
-    @property
-    def has_read_ahead(self) -> bool:
-        """Whether the last `poll` has read ahead, even if it brought no outcome."""
         return False
 
     @property
@@ -199,8 +195,10 @@ class Scorer(Protocol):
         raise NotImplementedError
 
     def wait(self, timeout_s: float) -> bool:
-        """Block until `poll` has something to do, at most timeout_s; False if it has not."""
-        raise NotImplementedError
+        """Block until `poll` has something to do, at most timeout_s; False if it has not. A scorer
+        that computes need not wait: it has while anything is pending.
+        """
+        return self.pending > 0
 
     def close(self) -> None:
         """Drop what is pending and free everything. A second call does nothing."""

@@ -252,7 +252,7 @@ class ShardedScorer:
             mesh=group.data_mesh() if group.size > 1 else None,
             tensor_parallel=TensorParallel.of(group),
         )
-        self.label = label_of(self.decoder.config, settings.label)
+        self.label = label_of(self.decoder.config.labels, settings.label)
 
     @property
     def tokens_a_round(self) -> int:

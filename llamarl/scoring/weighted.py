@@ -54,11 +54,6 @@ class Weighted(Scorer):
         return any(scorer.is_computing for scorer in self.scorers.values())
 
     @property
-    def has_read_ahead(self) -> bool:
-        """Whether a part has read ahead at the last `poll`."""
-        return any(scorer.has_read_ahead for scorer in self.scorers.values())
-
-    @property
     def counts(self) -> Mapping[str, int]:
         """The sum of its parts' counts."""
         counts: Counter[str] = Counter()
@@ -103,6 +98,7 @@ class Weighted(Scorer):
         for name, scorer in self.scorers.items():
             for key, outcome in scorer.poll():
                 self._enter(name, key, outcome)
+        self.has_read_ahead = any(scorer.has_read_ahead for scorer in self.scorers.values())
         done = self._done
         self._done = []
         return done

@@ -414,14 +414,14 @@ def test_the_size_of_pieces_is_searched_step_by_step_and_goes_on_from_a_checkpoi
     executor, queue = searching(path)
     seen = []
     for ticket in (0, 1, 2, 3):
-        seen.append(queue.piece_tokens)
+        seen.append(queue.ahead.piece_tokens)
         assert_scores(feed(executor, *all_of(ticket))[ticket].rewards, scorer, ticket)
-    assert seen + [queue.piece_tokens] == [2, 2, 2, 2, 5]  # the first step is not timed
+    assert seen + [queue.ahead.piece_tokens] == [2, 2, 2, 2, 5]  # the first step is not timed
     assert executor.metrics.means["reward/piece_tokens"] == [2] * 4 * SIZE
     resumed, other = searching(path)
-    assert other.piece_tokens == 2
+    assert other.ahead.piece_tokens == 2
     resumed.load_state_dict([executor.state_dict(), {}])
-    assert other.piece_tokens == 5 and resumed.state_dict() == executor.state_dict()
+    assert other.ahead.piece_tokens == 5 and resumed.state_dict() == executor.state_dict()
     feed(resumed, *all_of(0))
     assert resumed.metrics.means["reward/piece_tokens"] == [5] * SIZE
     assert streaming(path).state_dict() == {}

@@ -5,7 +5,6 @@ the reward.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from llamarl.errors import NoWeights
@@ -63,20 +62,15 @@ class EncoderKind(Kind[EncoderKindSettings]):
         from llamarl.scoring.classifier import check_encoder
 
         s = self.settings
-        with self.job.weights_may_wait(), self._named():
-            check_encoder(s.path, s.label, s.max_tokens)
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Add to a ValueError of the body the keys that name the encoder."""
-        try:
-            yield
-        except NoWeights:
-            raise
-        except ValueError as error:
-            path = f"{self.given.key('path')}={self.settings.path}"
-            label = f"{self.given.key('label')}={self.settings.label or 'null'}"
-            raise ValueError(f"{path} {label}: {error}") from error
+        with self.job.weights_may_wait():
+            try:
+                check_encoder(s.path, s.label, s.max_tokens)
+            except NoWeights:
+                raise
+            except ValueError as error:
+                path = f"{self.given.key('path')}={s.path}"
+                label = f"{self.given.key('label')}={s.label or 'null'}"
+                raise ValueError(f"{path} {label}: {error}") from error
 
     @property
     def identity(self) -> str:
@@ -87,9 +81,8 @@ class EncoderKind(Kind[EncoderKindSettings]):
 
     def describe(self) -> str:
         """Return the encoder's directory, and where it will lie."""
-        return (
-            f"{self.settings.path}, an encoder in {self.settings.dtype}, whole on each reward rank"
-        )
+        s = self.settings
+        return f"{s.path}, an encoder in {s.dtype}, whole on each reward rank"
 
     def memory(self, places: Places) -> Iterator[Price]:
         """Yield the bytes of its weights."""
@@ -101,8 +94,7 @@ class EncoderKind(Kind[EncoderKindSettings]):
         from llamarl.scoring.classifier import Classifier
         from llamarl.scoring.routing import InTurn
 
-        scorer = Classifier(self.settings, site, reproducible=self.job.reproducible)
-        return InTurn(scorer)
+        return InTurn(Classifier(self.settings, site, reproducible=self.job.reproducible))
 
 
 SETTINGS = EncoderKindSettings

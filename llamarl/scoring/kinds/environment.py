@@ -39,20 +39,17 @@ class EnvironmentKind(Kind[EnvironmentKindSettings]):
         """Return the scorer. Prompts that no environment plays, of a mixture
         or of a set, are scored by the function of their own kind.
         """
-        from llamarl.scoring.pool import RewardPool
         from llamarl.scoring.routing import by_own_reward
         from llamarl.tasks.environment import GIVEN
 
-        def pool(path: str) -> Scorer:
-            return RewardPool(
-                path,
-                section=self.given.section,
-                on_result=site.on_result,
-                **self.scored.conversation,
-            )
-
-        others = [*self.job.set_rewards, *self.job.part_rewards]
-        return by_own_reward(GIVEN, others, pool, self.given.name)
+        return by_own_reward(
+            GIVEN,
+            [*self.job.set_rewards, *self.job.part_rewards],
+            self.given.name,
+            section=self.given.section,
+            on_result=site.on_result,
+            **self.scored.conversation,
+        )
 
 
 SETTINGS = EnvironmentKindSettings

@@ -163,24 +163,22 @@ class FunctionKind(Kind[FunctionKindSettings]):
         held-out prompts is scored by the reward of its own kind, and so is a part of a mixture that
         an environment plays.
         """
-        from llamarl.scoring.pool import RewardPool
         from llamarl.scoring.routing import by_own_reward
         from llamarl.tasks.environment import GIVEN
-
-        def pool(path: str) -> Scorer:
-            return RewardPool(
-                path,
-                num_workers=self.settings.num_workers,
-                on_result=site.on_result,
-                **self._pool_options,
-                **self.scored.conversation,
-            )
 
         others: list[str] = []
         if self.settings.fn is None:
             others = [*self.job.set_rewards]
             others += [own for own in self.job.part_rewards if own == GIVEN]
-        return by_own_reward(self._path, others, pool, self.given.name)
+        return by_own_reward(
+            self._path,
+            others,
+            self.given.name,
+            num_workers=self.settings.num_workers,
+            on_result=site.on_result,
+            **self._pool_options,
+            **self.scored.conversation,
+        )
 
 
 SETTINGS = FunctionKindSettings

@@ -80,7 +80,7 @@ class ModelKind(Kind[ModelKindSettings]):
                 "head that scores; need a ...ForSequenceClassification directory"
             )
         try:
-            label_of(config, s.label)
+            label_of(config.labels, s.label)
         except ValueError as error:
             label = f"{self.given.key('label')}={s.label or 'null'}"
             raise ValueError(f"{label}: {s.path} {error}") from error
