@@ -385,12 +385,22 @@ def loaded_again():
     return kernels.library("train")
 
 
-@pytest.fixture
-def made(fresh):
-    """The one library of the cache."""
-    assert kernels.library("train") is not None
-    (made,) = fresh.iterdir()
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """The library of a cache that tests copy, which is compiled once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        kernels.library.cache_clear()
+        assert kernels.library("train") is not None
+        (made,) = kernels.cache_folder().iterdir()
     return made
+
+
+@pytest.fixture
+def made(fresh, compiled):
+    """The one library of the cache."""
+    shutil.copytree(compiled.parent, fresh)
+    return fresh / compiled.name
 
 
 @needs_compiler

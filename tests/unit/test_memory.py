@@ -95,7 +95,7 @@ def benchmark():
         sys.modules.pop("memory")
 
 
-SMALL = (96, 256, 4, 4, 2, 24, 3000)
+SMALL = (96, 256, 2, 4, 2, 24, 1500)
 # Of 2,100 labels the logits are more than are kept, and those of a chunk less than the gradients.
 CHUNKED = (512, 256, 1, 4, 2, 24, 17000)
 
