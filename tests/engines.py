@@ -80,33 +80,30 @@ def dialogues(log, monkeypatch, **sizes):
     return Answered(native(log, monkeypatch, **sizes), make)
 
 
-def vllm_over_stand_in(log, monkeypatch, **sizes):
-    """Over a worker that counts instead of sampling; `log` is what it was told."""
+def over_stand_in(log, monkeypatch, config, tensors, **sizes):
+    """vLLM's engine over a worker that counts instead of sampling; `log` is what it was told."""
     monkeypatch.setattr(vllm_engine, "vllm_problem", lambda: None)
     monkeypatch.setattr(vllm_engine, "WORKER", STAND_IN)
     monkeypatch.setenv("FAKE_LOG", str(log))
-    parameters = [
-        ("model.embed_tokens.weight", nn.Parameter(torch.zeros(3, 5))),
-        ("model.norm.weight", nn.Parameter(torch.ones(4))),
-    ]
-    config = read_config(tiny_directory())
-    return VLLMEngine(
-        config, parameters, model_path="somewhere", gpu_memory_utilization=0.5, **sizes
-    )
+    parameters = [(name, nn.Parameter(tensor)) for name, tensor in tensors.items()]
+    where = {"model_path": tiny_directory(), "gpu_memory_utilization": 0.5}
+    return VLLMEngine(config, parameters, **where, **sizes)
+
+
+def vllm_over_stand_in(log, monkeypatch, **sizes):
+    """With weights of its own."""
+    tensors = {"model.embed_tokens.weight": torch.zeros(3, 5), "model.norm.weight": torch.ones(4)}
+    return over_stand_in(log, monkeypatch, read_config(tiny_directory()), tensors, **sizes)
 
 
 def adapters_over_stand_in(log, monkeypatch, **sizes):
-    """The same with adapters of rank 3 of the embedded model in bfloat16."""
-    monkeypatch.setattr(vllm_engine, "WORKER", STAND_IN)
-    monkeypatch.setenv("FAKE_LOG", str(log))
+    """With adapters of rank 3 of the embedded model in bfloat16."""
     lora = Lora(3, 6.0, ("q_proj", "up_proj"))
     config = dataclasses.replace(read_config(tiny_directory()), lora=lora)
-    parameters = []
+    tensors = {}
     for name, shape in adapter_shapes(config).items():
-        parameters.append((name, nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16))))
-    return VLLMEngine(
-        config, parameters, model_path=tiny_directory(), gpu_memory_utilization=0.5, **sizes
-    )
+        tensors[name] = torch.zeros(shape, dtype=torch.bfloat16)
+    return over_stand_in(log, monkeypatch, config, tensors, **sizes)
 
 
 def vllm(log, monkeypatch, **sizes):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from llamarl.models.config import tiny_directory
+from tests.build.model_directory import copy_tiny
 
 TOKENS = 52  # of the tiny tokenizer
 ROWS = 64
@@ -20,9 +18,7 @@ def padded_directory(path: Path) -> Path:
     """Write the tiny model with 12 rows more, which are copies of digits' rows: as likely as
     these.
     """
-    shutil.copytree(tiny_directory(), path)
-    file = path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"vocab_size": ROWS}))
+    copy_tiny(path, vocab_size=ROWS)
     weights = load_file(path / "model.safetensors")
     name = "model.embed_tokens.weight"
     embedding = weights[name]

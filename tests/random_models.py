@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from tests.build.model_directory import change_json
+
 SIZES = {
     "vocab_size": 53,
     "hidden_size": 48,
@@ -35,7 +37,7 @@ def save_drawn(model: PreTrainedModel, path: Path, *, seed: int = 0) -> PreTrain
 def swap_tokens(directory: Path) -> None:
     """Give 7 and 8 of a copy of the tiny model's tokenizer each other's ids."""
     file = directory / "tokenizer.json"
-    tokenizer = json.loads(file.read_text())
-    vocabulary = tokenizer["model"]["vocab"]
+    model = json.loads(file.read_text())["model"]
+    vocabulary = model["vocab"]
     vocabulary["7"], vocabulary["8"] = vocabulary["8"], vocabulary["7"]
-    file.write_text(json.dumps(tokenizer))
+    change_json(file, model=model)

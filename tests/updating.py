@@ -9,17 +9,16 @@ import torch
 from llamarl.learning.losses.policy_gradient import policy_gradient
 from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.update import PolicyUpdate, UpdateSettings
-from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder
 from tests.build.group import build_group
 from tests.build.model_config import model_config
+from tests.decoding import whole_logits
 from tests.tolerances import rounding
 
 NAN = float("nan")
 VOCAB, VERSION = 23, 5
-STEP = rounding(
-    terms=24, depth=2 * 2 * 2
-)  # of the largest change of a weight: width, and the layers there and back
+# Of the largest change of a weight: width, and the layers there and back.
+STEP = rounding(terms=24, depth=2 * 2 * 2)
 SETTINGS = UpdateSettings(
     lr=0.5,
     schedule="linear",
@@ -69,9 +68,7 @@ def group(ticket, lengths, rewards, **fields):
 
 def all_logprobs(decoder, prompt_ids, completion):
     """[L, VOCAB] at each place of a completion, from its sequence alone."""
-    tokens = torch.cat([prompt_ids, completion])
-    attention = PackedAttention(torch.tensor([0, len(tokens)]))
-    logits = decoder(tokens, torch.arange(len(tokens)), attention)[len(prompt_ids) - 1 : -1]
+    logits = whole_logits(decoder, torch.cat([prompt_ids, completion]))[len(prompt_ids) - 1 : -1]
     return (logits / SETTINGS.temperature).log_softmax(-1)
 
 

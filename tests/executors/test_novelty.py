@@ -87,11 +87,7 @@ def numbered(name, count):
 
 
 @settings(max_examples=15, deadline=None)
-@given(
-    history=st.integers(1, 30),
-    nearest=st.sampled_from([None, 1, 4]),
-    seed=st.integers(0, 999),
-)
+@given(st.integers(1, 30), st.sampled_from([None, 1, 4]), st.integers(0, 999))
 def test_scores_are_those_of_the_formula_whatever_order_a_steps_groups_come_in(
     history, nearest, seed
 ):
@@ -119,9 +115,7 @@ def test_a_run_that_goes_on_gives_the_same_scores_to_the_bit(step, seed):
     """Also for tickets that were scored before the checkpoint, and are again after it."""
     order = random.Random(seed)
     groups = [numbered(f"{seed} {t}", 3) for t in range(4 * GROUPS)]
-    straight = made(history=10)
-    before = made(history=10)
-    after = made(history=10)
+    straight, before, after = (made(history=10) for _ in range(3))
     whole = score(straight, groups)
     scored_by_then = step * GROUPS + order.randrange(GROUPS)
     score(before, groups[:scored_by_then])
@@ -199,10 +193,8 @@ def test_an_evaluation_goes_before_the_batches_that_wait():
     for key in (3, 4):
         novelty.submit(key, item(f"held out {key}", is_held_out=True))
     novelty.release([3, 4])
-    polled = []
-    for _ in range(4):
-        polled.append([key for key, _ in novelty.poll()])
-    assert polled == [[3, 4], [0], [1], [2]]
+    polled = [dict(novelty.poll()) for _ in range(4)]
+    assert list(map(list, polled)) == [[3, 4], [0], [1], [2]]
 
 
 def test_as_a_part_it_weighs_with_the_start_model():
@@ -225,13 +217,8 @@ def test_as_a_part_it_weighs_with_the_start_model():
 @pytest.mark.bitwise("a synchronous run is the same every time")
 @pytest.mark.slow
 def test_a_synchronous_run_with_novelty_is_the_same_every_time(tmp_path):
-    parts = (
-        "reward=parts",
-        "reward.parts={sum: {kind: function}, new: {kind: novelty, nearest: 2, weight: 0.5}}",
-        "max_lag=0",
-        "max_steps=3",
-        "eval.every=0",
-    )
+    both = "{sum: {kind: function}, new: {kind: novelty, nearest: 2, weight: 0.5}}"
+    parts = ("reward=parts", f"reward.parts={both}", "max_lag=0", "max_steps=3", "eval.every=0")
     runs = []
     for name, ranks in {"one": None, "two": 2}.items():
         job = finished_job(*SMALL, *parts, run_dir=tmp_path / name, ranks=ranks)

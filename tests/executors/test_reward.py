@@ -347,8 +347,9 @@ def test_no_more_is_taken_than_the_pool_may_hold_but_evaluations(build, monkeypa
 def test_too_many_errors_end_the_run_and_say_why(build):
     executor = build(max_error_rate=0.3)
     words = ["right"] * 33 + ["error"] * 30
+    given_up = completion(99, 0, "right", finish_reason="aborted")  # which says nothing
     # 30 of 63 are more than 30 %, but too few to tell.
-    settle(executor, *(completion(i, 0, w) for i, w in enumerate(words)))
+    settle(executor, given_up, *(completion(i, 0, w) for i, w in enumerate(words)))
     said = rf"reward {FN}: 48% of the last 64 scores are errors, above .*=0.3"
     with pytest.raises(RewardError, match=said) as error:
         settle(executor, completion(63, 0, "error"))

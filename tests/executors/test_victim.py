@@ -175,11 +175,15 @@ def test_a_ticket_is_answered_together_once_it_is_whole(build):
     assert set(answered_by(victim, SUMS[1])) == {place_of(SUMS[0]), place_of(SUMS[1])}
 
 
+def num_begun(victim):
+    return len(victim.outputs.of(Replied).records) + len(victim._asked)
+
+
 def test_as_many_attacks_are_begun_as_fill_the_slots(build):
     victim = build(reproducible=False, max_slots=4 * ANSWERS)
     give(victim, *SUMS)
     victim.step()
-    assert len(victim.outputs.of(Replied).records) + len(victim._asked) == 4
+    assert num_begun(victim) == 4
 
 
 def test_two_evaluations_may_be_under_way_at_once(build):
@@ -199,8 +203,7 @@ def test_an_evaluation_overtakes_the_attacks_that_wait(build, monkeypatch, repro
     victim = build(reproducible=reproducible, max_slots=ANSWERS * SIZE)
     give(victim, *SUMS)
     victim.step()
-    begun = len(victim._asked) + len(victim.outputs.of(Replied).records)
-    assert begun == SIZE, "the rest waits"
+    assert num_begun(victim) == SIZE, "the rest waits"
     give(victim, *SUMS, *eval_attacks())
     evaluated = victim.outputs.of(EvalReplied).records
     while len(evaluated) < EVAL_ATTACKS:

@@ -7,38 +7,16 @@ import torch
 
 from llamarl.inference import Engine, SamplingParams
 from llamarl.learning.losses.policy_gradient import policy_gradient
-from llamarl.learning.optim import build_optimizer
-from llamarl.learning.update import PolicyUpdate, UpdateSettings
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer, named_parameters_hf
 from llamarl.models.parity import ParityLimits
 from llamarl.types import Group, Outcome
 from tests.decoding import our_decoder
 from tests.engines import load
+from tests.updating import update_of
 
 TINY = tiny_directory()
 TOLERANCE = 1e-3  # trainer.parity_tolerance
-
-
-def update_of(decoder, recomputes_kv):
-    settings = UpdateSettings(
-        lr=5e-5,
-        schedule="constant",
-        warmup_steps=0,
-        max_steps=100,
-        microbatch_tokens=8192,
-        max_grad_norm=1.0,
-        temperature=1.0,
-        advantages="group_mean",
-        skip_zero_advantage=True,
-        parity=ParityLimits.of(fixed=TOLERANCE),
-        recomputes_kv=recomputes_kv,
-    )
-    optimizer = build_optimizer(
-        decoder.parameters(), lr=5e-5, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
-    )
-    ends = {"group": None, "device": torch.device("cpu")}
-    return PolicyUpdate(decoder, optimizer, policy_gradient, settings, **ends)
 
 
 def finished(engine):
@@ -57,7 +35,9 @@ def test_a_run_goes_on_when_completions_span_a_swap(recompute_kv):
     tokenizer = load_tokenizer(TINY)
     decoder = our_decoder(TINY, device="cpu").train()
     engine = Engine.from_hf(TINY, dtype="float32", max_slots=128, max_len=32, device="cpu")
-    update = update_of(decoder, recompute_kv)
+    changes = {"lr": 5e-5, "max_grad_norm": 1.0, "temperature": 1.0, "skip_zero_advantage": True}
+    changes |= {"parity": ParityLimits.of(fixed=TOLERANCE), "recomputes_kv": recompute_kv}
+    update = update_of(decoder, policy_gradient, torch.optim.AdamW, **changes)
 
     def submit(tickets):
         params = SamplingParams(6, n=4, seed=0, stop_token_ids=(tokenizer.eos_token_id,))
