@@ -11,11 +11,6 @@ from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.hf import load_weights
 from llamarl.models.quantize import QUANTIZED, QuantizedLinear, quantize_decoder, quantize_rows
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-]
-
 # The largest relative error of rounding once.
 FLOAT64 = 2.0**-53
 FLOAT32 = 2.0**-24

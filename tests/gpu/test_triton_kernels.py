@@ -7,11 +7,6 @@ import torch.nn.functional as F
 from llamarl.models import fused
 from llamarl.models.quantize import quantize_rows
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-]
-
 # Rounding to the other neighbour, once, where sums run in another order.
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
 DTYPES = pytest.mark.parametrize("dtype", ROUNDING)

@@ -16,11 +16,6 @@ from llamarl.models.hf import load_weights, named_parameters_hf
 from tests.build.routes import route_of
 from tests.launching import SMALL, Job
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-]
-
 
 def digest_of(flat: torch.Tensor) -> int:
     return Copier("device").digest_all([flat])

@@ -30,20 +30,6 @@ def one_rank(**values):
     return values
 
 
-def test_a_completion_without_an_end_token_gets_the_penalty_instead_of_its_reward():
-    g = group(
-        1,
-        [2, 1, 3, 1],
-        [0.5, 1.0, 1.0, NAN],
-        finish_reasons=("stop", "length", "aborted", "length"),
-    )
-    got = shape([g], Shaping(missing_eos_penalty=-1.0))[0]
-    # Neither the aborted one nor the one without a score is trained on.
-    assert got.completions.tolist() == [0.5, -1.0, 0.0, 0.0]
-    assert got.tokens.tolist() == [0.0, 0.5, -1.0, 0.0, 0.0, 0.0, 0.0]
-    assert shape([g], Shaping())[0].completions.tolist() == [0.5, 1.0, 0.0, 0.0]
-
-
 def test_a_kl_needs_a_reference():
     with pytest.raises(ValueError, match="reward_kl_coef=0.1 needs ref_logprobs"):
         shape([group(1, [2], [1.0])], Shaping(reward_kl_coef=0.1))[0]
@@ -88,24 +74,15 @@ def targets_of(groups, shaping):
 @st.composite
 def random_group(draw):
     size = draw(st.integers(1, 4))
-    lengths = draw(st.lists(st.integers(0, 4), min_size=size, max_size=size))
-    number = st.floats(-5, 0, width=32)
-    g = group(
-        draw(st.integers(0, 9)),
-        lengths,
-        draw(st.lists(st.sampled_from([0.0, 1.0, NAN]), min_size=size, max_size=size)),
-        finish_reasons=tuple(
-            draw(
-                st.lists(
-                    st.sampled_from(["stop", "length", "aborted"]), min_size=size, max_size=size
-                )
-            )
-        ),
-    )
-    tokens = sum(lengths)
-    mu, ref = (
-        torch.tensor(draw(st.lists(number, min_size=tokens, max_size=tokens))) for _ in range(2)
-    )
+
+    def drawn(values, count=size):
+        return draw(st.lists(values, min_size=count, max_size=count))
+
+    lengths = drawn(st.integers(0, 4))
+    rewards = drawn(st.sampled_from([0.0, 1.0, NAN]))
+    reasons = tuple(drawn(st.sampled_from(["stop", "length", "aborted"])))
+    g = group(draw(st.integers(0, 9)), lengths, rewards, finish_reasons=reasons)
+    mu, ref = (torch.tensor(drawn(st.floats(-5, 0, width=32), sum(lengths))) for _ in range(2))
     return dataclasses.replace(g, generator_logprobs=mu, ref_logprobs=ref)
 
 
@@ -118,10 +95,8 @@ def test_rewards_are_those_of_a_loop_over_tokens(g, penalty, beta):
         score = g.rewards[i].item() if is_trained else 0.0
         if is_trained and penalty is not None and g.finish_reasons[i] != "stop":
             score = penalty
-        want = [
-            -beta * (g.generator_logprobs[t].item() - g.ref_logprobs[t].item())
-            for t in range(place, place + length)
-        ]
+        here = range(place, place + length)
+        want = [-beta * (g.generator_logprobs[t] - g.ref_logprobs[t]).item() for t in here]
         if not is_trained:
             want = [0.0] * length
         whole = score + sum(want)
@@ -133,24 +108,16 @@ def test_rewards_are_those_of_a_loop_over_tokens(g, penalty, beta):
 
 
 def test_moments_by_hand():
-    assert moments([torch.tensor([1.0]), torch.tensor([2.0, 6.0])], one_rank) == pytest.approx(
-        (3.0, math.sqrt(14 / 2))
-    )
-    assert moments([torch.tensor([5.0])], one_rank) == (5.0, 0.0) and moments([], one_rank) == (
-        0.0,
-        0.0,
-    )
+    got = moments([torch.tensor([1.0]), torch.tensor([2.0, 6.0])], one_rank)
+    assert got == pytest.approx((3.0, math.sqrt(14 / 2)))
+    assert moments([torch.tensor([5.0])], one_rank) == (5.0, 0.0)
+    assert moments([], one_rank) == (0.0, 0.0)
 
 
+CUT_OFF = {"ref_logprobs": torch.full((3,), -2.5), "finish_reasons": ("stop", "length")}
 GROUPS = [
     group(1, [2, 1, 3], [1.0, 0.0, NAN], ref_logprobs=torch.full((6,), -4.0)),
-    group(
-        2,
-        [1, 2],
-        [0.5, 2.0],
-        ref_logprobs=torch.full((3,), -2.5),
-        finish_reasons=("stop", "length"),
-    ),
+    group(2, [1, 2], [0.5, 2.0], **CUT_OFF),
 ]
 
 
@@ -160,19 +127,16 @@ def test_whitened_rewards_have_unit_deviation_and_keep_their_mean_in_units_of_it
     got = whiten_rewards(GROUPS, rewards, by_token=by_token, total=one_rank)
 
     def trained(r):  # the last completion of the first group has no reward
-        tokens, completions = (
-            torch.cat([r[0].tokens[:3], r[1].tokens]),
-            torch.cat([r[0].completions[:2], r[1].completions]),
-        )
-        return tokens if by_token else completions
+        if by_token:
+            return torch.cat([r[0].tokens[:3], r[1].tokens])
+        return torch.cat([r[0].completions[:2], r[1].completions])
 
     before, after = trained(rewards), trained(got)
     assert after.std().item() == pytest.approx(1.0, abs=FLOAT32)
     torch.testing.assert_close(after, before / before.std(), atol=FLOAT32, rtol=0)
     # A completion's reward still is the sum of its tokens'.
-    assert got[0].completions[0].item() == pytest.approx(
-        got[0].tokens[:2].sum().item(), abs=FLOAT32
-    )
+    own = got[0].tokens[:2].sum().item()
+    assert got[0].completions[0].item() == pytest.approx(own, abs=FLOAT32)
 
 
 def test_whitened_advantages_have_mean_0_and_deviation_1_over_trained_tokens():

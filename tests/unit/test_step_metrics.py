@@ -88,10 +88,6 @@ def test_ranks_may_know_different_metrics():
     }
 
 
-def update(**values) -> Tally:
-    return Tally(**{"completions": 0.0, **values})
-
-
 def test_each_mean_has_its_own_denominator():
     metrics = {
         "a": Metric(10.0, Reduction.TOKEN_MEAN),
@@ -103,8 +99,8 @@ def test_each_mean_has_its_own_denominator():
     norms = [Metric(norm, Reduction.UPDATE_MEAN) for norm in (1.0, 2.0)]
     parity = Metric(0.5, Reduction.MAX)  # of the first update alone
     told = metrics | {"grad_norm": norms[0], "parity/logprob_diff_max": parity}
-    first = update(metrics=told, **sizes)
-    second = update(metrics=metrics | {"grad_norm": norms[1]}, **sizes)
+    first = Tally(metrics=told, **sizes)
+    second = Tally(metrics=metrics | {"grad_norm": norms[1]}, **sizes)
     row = updates_row([first, second], ALONE)
     assert [row[name] for name in "abcd"] == [2.0, 5.0, 10.0, 20.0]
     assert row["packing/padding_fraction"] == 0.25
@@ -112,7 +108,7 @@ def test_each_mean_has_its_own_denominator():
 
 
 def test_what_no_microbatch_told_of_stands_at_what_means_nothing_happened():
-    assert updates_row([update()], ALONE) == {
+    assert updates_row([Tally(completions=0.0)], ALONE) == {
         "entropy": 0.0,
         "kl/ref": None,
         "ratio/mean": 1.0,

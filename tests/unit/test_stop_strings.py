@@ -58,12 +58,6 @@ def test_any_chunk_finds_the_end_that_the_whole_text_has(ids, strings, least, ch
     assert found == by_definition(ids, strings, least)
 
 
-def test_a_character_over_a_chunks_border_completes_a_stop_string():
-    """Before its last byte it is shown as what is not complete, which is no text yet."""
-    assert StopStrings(("€",), decode).end_of([1, 9, 10], seen=2) == 3
-    assert StopStrings(("a€",), decode).end_of([1, 1, 1, 9, 10], seen=4) == 5
-
-
 def test_a_text_that_is_decoded_from_inside_of_a_character_hides_no_stop_string():
     """A token a byte, as where a tokenizer falls back: of "€" two may be left out."""
     for before in range(40):

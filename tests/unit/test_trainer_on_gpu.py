@@ -24,7 +24,8 @@ from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.loading import frozen_decoder
 from llamarl.models.lora import travelling
 from llamarl.models.parity import Sequence
-from llamarl.types import Group, Policy
+from llamarl.types import Policy
+from tests.build.group import build_group
 from tests.imagined_gpu import CPU, GPU, OnGpu, imagined_gpu
 from tests.imagined_streams import HOST
 from tests.tolerances import rounding
@@ -35,25 +36,13 @@ VERSION = 5
 DEPTH = 2 * 2 * TINY.num_hidden_layers
 
 
-def group(ticket, lengths, rewards, *, reference=False):
-    random = torch.Generator().manual_seed(ticket)
-    tokens = sum(lengths)
-    return Group(
-        ticket=ticket,
-        prompt_ids=torch.randint(4, TINY.vocab_size, (3,), generator=random),
-        lengths=torch.tensor(lengths),
-        token_ids=torch.randint(4, TINY.vocab_size, (tokens,), generator=random),
-        generator_logprobs=torch.full((tokens,), -3.0),
-        policy_versions=torch.full((tokens,), VERSION - 1),
-        ref_logprobs=torch.full((tokens,), -3.1) if reference else torch.empty(0),
-        rewards=torch.tensor(rewards),
-        finish_reasons=("stop",) * len(lengths),
-        outcomes=("score",) * len(lengths),
-    )
-
-
-def groups(**fields):
-    return [group(4, [6, 2, 9], [1.0, 0.5, 0.0], **fields), group(1, [3, 4], [1.0, 0.0], **fields)]
+def groups(reference):
+    found = []
+    for ticket, lengths, rewards in ((4, [6, 2, 9], [1.0, 0.5, 0.0]), (1, [3, 4], [1.0, 0.0])):
+        known = {"ref_logprobs": torch.full((sum(lengths),), -3.1)} if reference else {}
+        fields = {"vocab_size": TINY.vocab_size, "version": VERSION - 1, **known}
+        found.append(build_group(ticket, lengths, rewards, **fields))
+    return found
 
 
 def trainer_on(device, *overrides, process_group=None):
@@ -70,7 +59,7 @@ def trainer_on(device, *overrides, process_group=None):
 
 
 def step(trainer, *, reference=False):
-    return trainer._update.run(groups(reference=reference), VERSION, lambda: False)
+    return trainer._update.run(groups(reference), VERSION, lambda: False)
 
 
 @pytest.fixture

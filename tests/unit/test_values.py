@@ -84,11 +84,10 @@ def groups_of():
 
 
 def sequences():
-    """(tokens, prompt length, generator logprobs, shaped reward of each token, places among all) of
-    every trained completion.
+    """(tokens, prompt length, generator logprobs, shaped reward of each token) of every trained
+    completion.
     """
     out = []
-    before = 0
     for g in groups_of():
         places = torch.arange(g.token_ids.numel()).split(g.lengths.tolist())
         for i, own in enumerate(places):
@@ -97,8 +96,7 @@ def sequences():
             r = -BETA * (g.generator_logprobs[own] - g.ref_logprobs[own])
             r[-1] += g.rewards[i] if g.finish_reasons[i] == "stop" else -1.0
             tokens = torch.cat([g.prompt_ids, g.token_ids[own]])
-            out.append((tokens, len(g.prompt_ids), g.generator_logprobs[own], r, before + own))
-        before += g.token_ids.numel()
+            out.append((tokens, len(g.prompt_ids), g.generator_logprobs[own], r))
     return out
 
 
@@ -137,13 +135,13 @@ def one_at_a_time(make, passes):
     data = sequences()
     with torch.no_grad():
         old = [alone(policy, critic, tokens, prompt)[1] for tokens, prompt, *_ in data]
-    made = [estimate(v, r) for v, (*_, r, _) in zip(old, data)]
-    count = sum(len(r) for *_, r, _ in data)
+    made = [estimate(v, r) for v, (*_, r) in zip(old, data)]
+    count = sum(len(r) for *_, r in data)
     rates = [(p, LRS[type(critic)]) for p in policy.parameters()]
     rates += [(p, critic.settings.lr) for p in critic.parameters]
     for _ in range(passes):
         loss = 0.0
-        for (tokens, prompt, mu, *_), v_old, (advantages, returns) in zip(data, old, made):
+        for (tokens, prompt, mu, _), v_old, (advantages, returns) in zip(data, old, made):
             logprobs, v = alone(policy, critic, tokens, prompt)
             ratio = (logprobs - mu).exp()
             gain = torch.minimum(ratio * advantages, ratio.clamp(1 - EPS, 1 + EPS) * advantages)
@@ -177,17 +175,6 @@ def test_a_step_of_ppo_is_that_of_one_sequence_at_a_time(make, microbatch_tokens
     assert_moved_alike(update.critic.parameters, critic.parameters, make().parameters, passes)
     assert metrics["tokens/trained"] == count
     assert metrics["value/grad_norm"] > 0 and metrics["value/loss"] > 0
-
-
-@each_critic
-def test_old_values_of_every_trained_token_do_not_depend_on_the_packing(make):
-    update = ppo_update(make(), microbatch_tokens=17)
-    values = update._old_values(update.critic, groups_of(), VERSION, go_on)
-    want = torch.zeros_like(values)
-    for tokens, prompt, *_, places in sequences():
-        want[places] = alone(update.decoder, update.critic, tokens, prompt)[1].detach()
-    torch.testing.assert_close(values, want, atol=1e-6, rtol=0)
-    assert values.abs().max() > 0.1 and not values.requires_grad
 
 
 @pytest.mark.parametrize("rewards, explained", [([1.0, 0.0], 0.0), ([1.0, 1.0], None)])
