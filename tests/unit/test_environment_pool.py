@@ -144,18 +144,15 @@ def test_a_pool_that_an_environment_keeps_serves_all_its_calls(pool_of):
         assert told(pool, call("square", number)) == [str(number**2)]
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
+def test_other_values_are_no_answer():
+    for values in (
         [],
         [[], [], False, False, "1"],
         [[{"role": "user"}], [], False, False, None],
         [["x"], [], False, False, None],
         [{}, [], False, False, None],
-    ],
-)
-def test_other_values_are_no_answer(values):
-    assert answer_from(values) is None
+    ):
+        assert answer_from(values) is None
     answer = Answer(messages=[{"role": "tool", "content": "1"}], reward=0.5)
     assert answer_from(answer.values) == answer
 

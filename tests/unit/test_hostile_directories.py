@@ -290,16 +290,15 @@ def test_a_snapshot_that_links_out_of_its_models_cache_is_refused(model, tmp_pat
     other = tmp_path / "models--org--other" / "blobs"
     other.mkdir(parents=True)
     (other / "hash").write_text("another's")
-    (snapshot / "NOTICE").unlink(missing_ok=True)
-    (snapshot / "NOTICE").symlink_to("../../../models--org--other/blobs/hash")
-    assert f"{snapshot / 'NOTICE'}: a link to" in model_refusal(snapshot)
-
-
-def test_a_folder_called_snapshots_is_no_cache_of_the_hub(model, tmp_path):
-    snapshot = hub_cache(model, tmp_path)
-    home = tmp_path / "models--org--name"
-    renamed = home.rename(tmp_path / "home") / snapshot.relative_to(home)
-    assert "a link to" in model_refusal(renamed)
+    notice = snapshot / "NOTICE"
+    notice.unlink(missing_ok=True)
+    notice.symlink_to("../../../models--org--other/blobs/hash")
+    assert f"{notice}: a link to" in model_refusal(snapshot)
+    # Nor is any folder that is called snapshots the cache of the hub.
+    notice.unlink()
+    check_inputs(model_job(snapshot).inputs)
+    home = (tmp_path / "models--org--name").rename(tmp_path / "home")
+    assert "a link to" in model_refusal(home / "snapshots" / snapshot.name)
 
 
 # --- Code ---

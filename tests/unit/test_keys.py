@@ -40,15 +40,15 @@ def test_the_page_of_keys_is_what_the_fields_say():
 
 
 def test_words_that_name_functions_and_classes_have_one_each():
-    assert set(get_args(choices.Schedule)) == set(SCHEDULES)
-    assert set(get_args(choices.Governor)) == set(GOVERNORS)
-    # gae needs a value head, turns the rewards of turns.
-    assert set(get_args(choices.Advantages)) == {*ADVANTAGES, "gae", "turns"}
-    assert set(get_args(choices.Quantized)) == {*QUANTIZED, "none"}
-
-
-def test_keys_that_name_a_variant_are_keys():
-    assert set(TELLING) <= set(known_keys())
+    for names, made in (
+        (choices.Schedule, SCHEDULES),
+        (choices.Governor, GOVERNORS),
+        # gae needs a value head, turns the rewards of turns.
+        (choices.Advantages, {*ADVANTAGES, "gae", "turns"}),
+        (choices.Quantized, {*QUANTIZED, "none"}),
+    ):
+        assert set(get_args(names)) == set(made)
+    assert set(TELLING) <= set(known_keys()), "keys that name a variant"
 
 
 def test_a_long_list_ends_with_the_count_of_the_rest():

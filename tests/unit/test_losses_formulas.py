@@ -364,12 +364,9 @@ def test_estimators_and_the_gradients_of_k1_and_k2_are_the_exact_kls_in_the_mean
 
 def test_entropy_bonus_by_hand():
     pi, entropy = f64(HALF, HALF, grad=True), f64(2.0, 5.0, grad=True)
-    fn = regularised(PUBLISHED["aipo"], entropy_coef=0.3)
-    mask = torch.tensor([True, False])
-    inputs = inputs_of(
-        pi, pi.detach(), None, f64(0.0, 0.0), mask, num_loss_tokens=4, entropy=entropy
-    )
-    loss, metrics = fn(inputs)
+    given = (pi.detach(), None, f64(0.0, 0.0), torch.tensor([True, False]))
+    inputs = inputs_of(pi, *given, num_loss_tokens=4, entropy=entropy)
+    loss, metrics = regularised(PUBLISHED["aipo"], entropy_coef=0.3)(inputs)
     loss.backward()
     assert loss.item() == pytest.approx(-0.3 * 2 / 4)
     assert entropy.grad.tolist() == pytest.approx([-0.3 / 4, 0.0])
