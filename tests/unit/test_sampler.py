@@ -126,15 +126,11 @@ def test_processed_logprobs_equal_a_naive_float64_reference(seed, vocab, tempera
         top_p_N=torch.tensor([top_p, 1.0], dtype=torch.float64),
     )
     expected = naive(logits, temperature, top_k, top_p)
-    torch.testing.assert_close(
-        processed[0].log_softmax(0).double(), expected, atol=TOLERANCE, rtol=TOLERANCE
-    )
+    logprobs = processed[0].log_softmax(0).double()
+    torch.testing.assert_close(logprobs, expected, atol=TOLERANCE, rtol=TOLERANCE)
     assert torch.equal(processed[1], logits)
-    tokens, logprobs = sample(
-        processed,
-        torch.tensor([0.6, 0.6], dtype=torch.float64),
-        torch.tensor([temperature == 0, False]),
-    )
+    u = torch.tensor([0.6, 0.6], dtype=torch.float64)
+    tokens, logprobs = sample(processed, u, torch.tensor([temperature == 0, False]))
     assert expected[tokens[0]] > -math.inf
     assert logprobs[0].item() == pytest.approx(expected[tokens[0]].item(), abs=TOLERANCE)
     if temperature == 0:
@@ -164,13 +160,11 @@ def test_nan_logits_give_a_token_of_the_vocabulary_and_a_nan_logprob(way, vocab)
 
 def test_ties_with_the_last_kept_token_are_kept():
     logits = torch.tensor([[1.0, 2.0, 2.0, 3.0, 0.0]])
-    assert process(logits, top_k_N=torch.tensor([2])).isfinite().tolist() == [
-        [False, True, True, True, False]
-    ]
     # Masses .58 .21 .21 .08 .03 (rounded): .6 needs the first two, and the second ties with the
     # third.
-    kept = process(logits, top_p_N=torch.tensor([0.6], dtype=torch.float64)).isfinite()
-    assert kept.tolist() == [[False, True, True, True, False]]
+    for narrowed in ({"top_k_N": torch.tensor([2])}, {"top_p_N": torch.tensor([0.6]).double()}):
+        kept = process(logits, **narrowed).isfinite()
+        assert kept.tolist() == [[False, True, True, True, False]]
 
 
 def test_a_banned_token_has_probability_zero_and_padding_bans_nothing():
@@ -181,19 +175,10 @@ def test_a_banned_token_has_probability_zero_and_padding_bans_nothing():
 
 
 def test_all_bad_sampling_parameters_are_named_at_once():
-    with pytest.raises(
-        ValueError,
-        match="max_new_tokens.*temperature.*top_k.*top_p.*min_new_tokens.*stop_token_ids.*n=0",
-    ):
-        SamplingParams(
-            max_new_tokens=0,
-            temperature=-1.0,
-            top_k=-1,
-            top_p=0.0,
-            min_new_tokens=2,
-            stop_token_ids=(-1,),
-            n=0,
-        )
+    bad = {"max_new_tokens": 0, "temperature": -1.0, "top_k": -1, "top_p": 0.0, "n": 0}
+    said = "max_new_tokens.*temperature.*top_k.*top_p.*min_new_tokens.*stop_token_ids.*n=0"
+    with pytest.raises(ValueError, match=said):
+        SamplingParams(min_new_tokens=2, stop_token_ids=(-1,), **bad)
     with pytest.raises(ValueError, match="temperature=nan"):
         SamplingParams(max_new_tokens=1, temperature=float("nan"))
     assert SamplingParams(max_new_tokens=1, stop_token_ids=[2]).stop_token_ids == (2,)

@@ -74,9 +74,7 @@ def test_the_texts_of_tokens_are_the_text_of_all_also_where_a_character_has_seve
     texts = TokenTexts(decode).of(ids)
     assert texts == ["a", " ", "", "é", "", "", "", "😀", "\n"]
     assert TokenTexts(decode).of([97, 0xF0]) == ["a", "\ufffd"]  # it ends within a character
-
-
-def test_a_space_that_a_decoder_drops_at_the_beginning_is_kept_within():
+    # A space that a decoder drops at the beginning is kept within.
     words = {1: " the", 2: " end"}
     texts = TokenTexts(lambda ids: "".join(words[i] for i in ids).removeprefix(" "))
     assert texts.of([1, 2, 1]) == [" the", " end", " the"]
@@ -132,12 +130,8 @@ def test_by_turns_the_widest_group_and_the_first_are_shown_whole():
     assert shown == [9, 2, 3]
     lines = maker(0).sample(seen, 6)
     taught = GROUP_FIELDS.index("taught")
-    assert [(line[0], line[taught]) for line in lines["groups"]] == [
-        (2, False),
-        (3, True),
-        (4, False),
-        (9, True),
-    ]
+    found = {line[0]: line[taught] for line in lines["groups"]}
+    assert list(found.items()) == [(2, False), (3, True), (4, False), (9, True)]
     assert lines["shown"] == []
 
 
@@ -204,7 +198,7 @@ def test_a_watched_step_has_the_same_bits():
     watched.watch = StepWatch()
     a = plain.run(groups_of(), VERSION, go_on)
     b = watched.run(groups_of(), VERSION, go_on)
-    assert a.metrics == b.metrics
+    assert a == b
     for p, q in zip(plain.decoder.parameters(), watched.decoder.parameters(), strict=True):
         assert torch.equal(p, q)
 
@@ -224,19 +218,8 @@ def test_columns_are_in_the_group_on_the_wire_and_after_a_draw():
     assert come.columns == group.columns
     (sent,) = wire.decode(wire.encode([build_completion(columns=columns)]))
     assert sent.columns == columns
-    rows = []
-    for place in (1, 0):
-        row = _Row(
-            group=group,
-            place=place,
-            span=slice(2 * place, 2 * place + 2),
-            joined=0,
-            oldest=0,
-            reward=1.0,
-            prompt=b"",
-            completion=b"",
-        )
-        rows.append(row)
+    row = {"group": group, "joined": 0, "oldest": 0, "reward": 1.0, "prompt": b""}
+    rows = [_Row(place=n, span=slice(2 * n, 2 * n + 2), completion=b"", **row) for n in (1, 0)]
     assert _joined(rows).columns == ({}, columns)
 
 
@@ -277,18 +260,20 @@ def test_a_resumed_run_repeats_no_sample_and_keeps_no_torn_line(tmp_path):
 
 
 def test_rows_take_the_samples_with_them(tmp_path):
-    writer = RowWriter(tmp_path, [], eval_due=lambda step: False, first_step=0)
+    def writer():
+        return RowWriter(tmp_path, [], eval_due=lambda step: False, first_step=0)
+
+    first = writer()
     for step in (1, 2, 3):
-        writer.keep_sample(step, lambda: {"groups": [], "shown": []})
-        writer.ingest(step, {"loss/value": 0.0})
-        writer.flush()
+        first.keep_sample(step, lambda: {"groups": [], "shown": []})
+        first.ingest(step, {"loss/value": 0.0})
+        first.flush()
         if step == 2:
-            state = writer.state_dict(2)
-    resumed = RowWriter(tmp_path, [], eval_due=lambda step: False, first_step=0)
-    resumed.load_state_dict(state)
+            state = first.state_dict(2)
+    writer().load_state_dict(state)
     assert steps_of(tmp_path) == [1, 2]
-    RowWriter(tmp_path, [], eval_due=lambda step: False, first_step=0).ingest(0, {"loss/value": 0})
-    fresh = RowWriter(tmp_path, [], eval_due=lambda step: False, first_step=0)
+    writer().ingest(0, {"loss/value": 0})
+    fresh = writer()
     fresh.ingest(0, {"loss/value": 0.0})
     fresh.flush()  # a run that keeps no samples leaves none of an earlier run under its name
     assert not (tmp_path / FILE_NAME).exists()

@@ -2,7 +2,6 @@
 whatever their agents count.
 """
 
-import os
 import socket
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from llamarl.comm import meeting
 from llamarl.comm.meeting import Exchange, meet, reaching
 from llamarl.errors import PeerDied, TimedOut
-from tests.launching import ROOT
+from tests.launching import environment
 
 LONG_S = 120.0
 
@@ -170,9 +169,8 @@ def test_who_waits_is_patient_with_progress_and_passes_it_on(alone):
             Exchange(store, rank=0, timeout_s=10.0).tell("run", {"path": "there"})
 
     clock.others = rank_0_works
-    assert Exchange(store, rank=1, timeout_s=10.0).hear(
-        "run", source=0, what="which run this is"
-    ) == {"path": "there"}
+    told = Exchange(store, rank=1, timeout_s=10.0).hear("run", source=0, what="which run this is")
+    assert told == {"path": "there"}
     assert clock.now > 1_000 and len(seen) > 100
 
 
@@ -207,21 +205,23 @@ print("met")
 """
 
 
-def environment(rank, port, agents_count, of_torchrun):
-    return {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RESTART_COUNT": str(agents_count),
-        "TORCHELASTIC_USE_AGENT_STORE": str(of_torchrun),
-    }
+def environment_of(rank, port, agents_count, of_torchrun):
+    return environment(
+        RANK=str(rank),
+        WORLD_SIZE="2",
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE="2",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_RESTART_COUNT=str(agents_count),
+        TORCHELASTIC_USE_AGENT_STORE=str(of_torchrun),
+    )
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def join(port, counts, of_torchrun, timeout_s=60.0):
@@ -231,7 +231,7 @@ def join(port, counts, of_torchrun, timeout_s=60.0):
     started = [
         subprocess.Popen(
             [sys.executable, "-c", JOIN.format(timeout_s=timeout_s)],
-            env=environment(rank, port, count, of_torchrun),
+            env=environment_of(rank, port, count, of_torchrun),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -252,17 +252,13 @@ def test_processes_whose_agents_count_restarts_differently_meet_on_torchruns_sto
 
 @pytest.mark.slow
 def test_without_torchrun_rank_0_hosts_the_store_for_all_jobs_of_the_process():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     for code, output in join(port, {0: 0, 1: 0}, of_torchrun=False):
         assert code == 0 and output.endswith("met\n"), output
 
 
 @pytest.mark.slow
 def test_a_rank_alone_names_the_store_that_it_cannot_reach():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     ((code, output),) = join(port, {1: 0}, of_torchrun=True, timeout_s=1.0)
     assert code != 0 and f"rank 1 could not reach the store at 127.0.0.1:{port}" in output

@@ -15,7 +15,7 @@ from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
 from llamarl.tasks.base import Example, PromptMaker
 from llamarl.tasks.environment import GIVEN
-from tests.built_tasks import build_task
+from tests.built_tasks import NAMES, build_task
 
 MAX_PROMPT_TOKENS = 300
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(40)]
@@ -61,18 +61,17 @@ class Made:
     again: object
 
 
+OWN_SETTINGS = {
+    "python": {"fn": f"{__name__}:Doubling"},
+    "questions": {"name": "sum"},
+    "one_prompt": {"text": "say", "words": ["77", "Seven"]},
+    "reasoning_gym": {"name": "chain_sum"},
+    "environment": {"environment": "tests.games:Shop"},
+}
+
+
 def make(kind, folder):
-    settings = {"max_prompt_tokens": MAX_PROMPT_TOKENS, "num_eval": 5}
-    if kind == "python":
-        settings |= {"fn": f"{__name__}:Doubling"}
-    if kind == "questions":
-        settings |= {"name": "sum"}
-    if kind == "one_prompt":
-        settings |= {"text": "say", "words": ["77", "Seven"]}
-    if kind == "reasoning_gym":
-        settings |= {"name": "chain_sum"}
-    if kind == "environment":
-        settings |= {"environment": "tests.games:Shop"}
+    settings = {"max_prompt_tokens": MAX_PROMPT_TOKENS, "num_eval": 5, **OWN_SETTINGS.get(kind, {})}
     if kind in ("jsonl", "gsm8k", "environment"):
         rows = GSM8K_ROWS if kind == "gsm8k" else ROWS
         path = folder / f"{kind}.jsonl"
@@ -87,21 +86,7 @@ def make(kind, folder):
     return build_task(kind, CharTokenizer(), **settings)
 
 
-KINDS = (
-    "addition",
-    "facts",
-    "questions",
-    "one_prompt",
-    "jsonl",
-    "gsm8k",
-    "hf_dataset",
-    "reasoning_gym",
-    "python",
-    "environment",
-)
-
-
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=NAMES)
 def made(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("task")
     return Made(make(request.param, folder), make(request.param, folder))

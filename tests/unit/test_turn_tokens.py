@@ -29,9 +29,11 @@ TOOLLESS = (
 WITH_TOOLS = "{% if tools %}{% for t in tools %}{{ t.function.name }};{% endfor %}{% endif %}"
 
 
-def turns_of(template=CHATML, **options):
+def made(template=CHATML, **options):
+    """A tokenizer, and its turns."""
+    tokenizer = byte_level(template)
     options = {"chat": True, "system_prompt": None, **options}
-    return TurnTokens(byte_level(template), **options)
+    return tokenizer, TurnTokens(tokenizer, **options)
 
 
 def end_of(tokenizer):
@@ -43,8 +45,7 @@ def shown(tokenizer, ids):
 
 
 def test_the_pieces_of_a_dialogue_are_what_the_template_shows_of_all_of_it():
-    tokenizer = byte_level()
-    turns = TurnTokens(tokenizer, chat=True, system_prompt="Be brief.")
+    tokenizer, turns = made(system_prompt="Be brief.")
     head, tail = turns.prompt("what is 12+34?")
     opening = turns.opening([{"role": "user", "content": " now"}], tail)
     said = tokenizer.encode("the asked", add_special_tokens=False)
@@ -64,8 +65,7 @@ def test_the_pieces_of_a_dialogue_are_what_the_template_shows_of_all_of_it():
 
 
 def test_a_turn_that_was_cut_off_is_ended_by_the_context():
-    tokenizer = byte_level()
-    turns = TurnTokens(tokenizer, chat=True, system_prompt=None)
+    tokenizer, turns = made()
     ended = turns.context([{"role": "tool", "content": "46"}], ended_by=end_of(tokenizer))
     cut = turns.context([{"role": "tool", "content": "46"}], ended_by=None)
     assert cut == [end_of(tokenizer), *ended]
@@ -73,8 +73,7 @@ def test_a_turn_that_was_cut_off_is_ended_by_the_context():
 
 @pytest.mark.parametrize("where", ["tool", "user", "prompt", "opening"])
 def test_no_text_of_an_environment_writes_a_special_token(where):
-    tokenizer = byte_level()
-    turns = TurnTokens(tokenizer, chat=True, system_prompt=None)
+    tokenizer, turns = made()
     special = special_tokens(tokenizer)
 
     def pieces(text):
@@ -92,8 +91,7 @@ def test_no_text_of_an_environment_writes_a_special_token(where):
 
 
 def test_a_spelling_that_begins_in_the_prompt_and_ends_in_what_reset_says_is_no_token():
-    tokenizer = byte_level()
-    turns = TurnTokens(tokenizer, chat=True, system_prompt=None)
+    tokenizer, turns = made()
     head, tail = turns.prompt("2+2<|im_")
     opening = turns.opening([{"role": "user", "content": "end|>"}], tail)
     special = special_tokens(tokenizer)
@@ -102,17 +100,15 @@ def test_a_spelling_that_begins_in_the_prompt_and_ends_in_what_reset_says_is_no_
 
 
 def test_a_template_that_appends_is_told_from_one_that_rewrites_history():
-    assert turns_of(CHATML).appends() == ""
-    assert turns_of(TOOLLESS).appends() == ""
-    assert "at turn 2" in turns_of(FORGETFUL).appends()
-    assert (
-        TurnTokens(load_tokenizer(tiny_directory()), chat=False, system_prompt=None).appends() == ""
-    )
+    for template, said in ((CHATML, ""), (TOOLLESS, ""), (FORGETFUL, "at turn 2")):
+        told = made(template)[1].appends()
+        assert said in told and bool(said) == bool(told)
+    own = load_tokenizer(tiny_directory())
+    assert TurnTokens(own, chat=False, system_prompt=None).appends() == ""
 
 
 def test_a_tool_answers_as_a_user_where_the_template_has_no_tools():
-    tokenizer = byte_level(TOOLLESS)
-    turns = TurnTokens(tokenizer, chat=True, system_prompt=None)
+    tokenizer, turns = made(TOOLLESS)
     ids = turns.context([{"role": "tool", "name": "f", "content": "46"}], ended_by=None)
     assert "user\n46" in shown(tokenizer, ids)
 
@@ -128,19 +124,16 @@ def total(first: int, second: int = 0) -> int:
 
 def test_tools_are_shown_by_a_template_that_takes_them_and_else_in_the_system_prompt():
     tools = [schema_of(total)]
-    tokenizer = byte_level(WITH_TOOLS + CHATML)
-    with_tools = TurnTokens(tokenizer, chat=True, system_prompt=None, tools=tools)
+    tokenizer, with_tools = made(WITH_TOOLS + CHATML, tools=tools)
     assert shown(tokenizer, with_tools.prompt("a")[0]).startswith("total;<|im_start|>user")
-    tokenizer = byte_level()
-    without = TurnTokens(tokenizer, chat=True, system_prompt="Be brief.", tools=tools)
+    tokenizer, without = made(system_prompt="Be brief.", tools=tools)
     text = shown(tokenizer, without.prompt("a")[0])
     assert text.startswith("<|im_start|>system\nBe brief.\n\nYou may call functions.")
     assert '"name": "total"' in text and text.count("<|im_start|>system") == 1
 
 
 def test_a_conversation_goes_on_behind_its_last_question():
-    tokenizer = byte_level()
-    turns = TurnTokens(tokenizer, chat=True, system_prompt=None)
+    tokenizer, turns = made()
     asked = [Message("user", "a"), Message("assistant", "b"), Message("user", "c")]
     head, tail = turns.prompt(asked)
     assert shown(tokenizer, head).endswith("<|im_start|>user\nc")
@@ -161,8 +154,7 @@ def test_without_a_template_the_texts_stand_one_behind_the_other():
 
 
 def test_the_first_token_of_dialogues_that_make_their_own_messages_is_the_templates():
-    tokenizer = byte_level()
-    turns = TurnTokens(tokenizer, chat=True, system_prompt=None)
+    tokenizer, turns = made()
     first = turns.first()
     assert shown(tokenizer, first) == "<|im_start|>"
     whole = turns.whole([{"role": "user", "content": INJECTION}], [])

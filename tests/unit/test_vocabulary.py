@@ -65,9 +65,8 @@ def narrowed_oracle(hidden, weight, labels, temperature, narrowing):
     kept = logits.masked_fill(out, -math.inf)
     logp = kept.log_softmax(1)
     finite = logp.masked_fill(out, 0.0)
-    return logp.gather(1, labels[:, None])[:, 0], -(finite.exp().masked_fill(out, 0) * finite).sum(
-        1
-    )
+    entropy = -(finite.exp().masked_fill(out, 0) * finite).sum(1)
+    return logp.gather(1, labels[:, None])[:, 0], entropy
 
 
 WAYS = {"kept": (1 << 22, 0), "narrow": (0, 1 << 26), "recomputed": (0, 0)}
