@@ -19,25 +19,17 @@ from llamarl.checkpoint.checkpointer import Checkpointer, find, verify
 from llamarl.checkpoint.parts import in_work, load_part, ranks_of
 from llamarl.errors import CheckpointError, OtherFormat
 from llamarl.models.sharded_state import box_of
+from tests.simulated_mail import SimulatedMail
 
 
-class FakeControl:
-    """Of a rank whose messages, as JSON has them, go to boxes that the controls of a test share."""
-
+class Mail(SimulatedMail):
     loss = None
-    leader = 0
 
-    def __init__(self, rank=0, boxes=None):
-        self.boxes = {} if boxes is None else boxes
-        self.rank = rank
-        self.is_leader = rank == self.leader
 
-    def post(self, rank, topic, payload):
-        message = (self.rank, json.loads(json.dumps(payload)))
-        self.boxes.setdefault((rank, topic), []).append(message)
-
-    def take(self, topic):
-        return self.boxes.pop((self.rank, topic), [])
+def controls(num_ranks):
+    world = []
+    world += [Mail(rank, world, lambda: None) for rank in range(num_ranks)]
+    return world
 
 
 STATE = {
@@ -55,13 +47,13 @@ EXPECTED = [("trainer", 0), ("trainer", 1), ("controller", 0)]
 def checkpointers(run_dir, keep=2, timeout_s=60.0):
     """Those of a leader and another rank, as one run has them."""
     options = {"keep": keep, "expected": EXPECTED, "extra_parts": ("hf",), "timeout_s": timeout_s}
-    boxes = {}
-    return [Checkpointer(run_dir, control=FakeControl(rank, boxes), **options) for rank in (0, 1)]
+    return [Checkpointer(run_dir, control=control, **options) for control in controls(2)]
 
 
 def lone(run_dir, *expected, **options):
     """That of a run of one rank that writes these parts."""
-    return Checkpointer(run_dir, keep=1, control=FakeControl(), expected=expected, **options)
+    (control,) = controls(1)
+    return Checkpointer(run_dir, keep=1, control=control, expected=expected, **options)
 
 
 def names_in(leader):

@@ -37,6 +37,7 @@ from llamarl.config.sections.loss import LOSS_OPTIONS, declares
 from llamarl.config.supervised import SFT
 from tests.build.composing import compose, quick_compose
 from tests.build.model_directory import copy_tiny
+from tests.build.user_module import write_modules
 from tests.golden import refused
 from tests.launching import ROOT
 
@@ -265,8 +266,7 @@ def test_a_null_takes_back_what_an_experiment_sets_for_another_kind(tmp_path):
 
 @pytest.fixture
 def own_losses(tmp_path, monkeypatch):
-    (tmp_path / "my_losses.py").write_text(OWN_LOSSES)
-    monkeypatch.syspath_prepend(tmp_path)
+    write_modules(tmp_path, monkeypatch, my_losses=OWN_LOSSES)
 
 
 def test_options_of_a_loss_of_ones_own_are_those_that_it_takes(own_losses):
