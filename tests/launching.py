@@ -86,6 +86,18 @@ class RunFolder:
         return folder / (folder / "latest").read_text().strip()
 
     @property
+    def saved_step(self) -> int:
+        """The step of the newest checkpoint."""
+        return int(self.checkpoint.name.removeprefix("step_"))
+
+    @property
+    def consumed(self) -> int:
+        """How many tickets were trained on, by the newest checkpoint."""
+        ledger = self.part("controller")["ledger"]
+        waiting = set(ledger["again"]) | {ticket for ticket, _ in ledger["finished"]}
+        return ledger["frontier"] - len(waiting)
+
+    @property
     def outcome(self) -> dict:
         """What outcome.json says."""
         return json.loads((self.run_dir / "outcome.json").read_text())
@@ -128,13 +140,16 @@ class Job(RunFolder):
             cwd=cwd or ROOT,
         )
 
-    def _start(self, argv, *, ranks, options, env, cwd) -> subprocess.Popen | ForkedProcess:
+    def _command(self, argv, ranks, options) -> list[str]:
         launcher = []
         if ranks:
             launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", *options]
+        return [sys.executable, *launcher, *argv]
+
+    def _start(self, argv, *, ranks, options, env, cwd) -> subprocess.Popen | ForkedProcess:
         with self._log.open("wb") as log:
             return subprocess.Popen(
-                [sys.executable, *launcher, *argv],
+                self._command(argv, ranks, options),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=env,
@@ -184,6 +199,10 @@ class Job(RunFolder):
                 )
             time.sleep(POLL_S)
 
+    def until_rows(self, count: int) -> None:
+        """Wait for that many rows of metrics.jsonl."""
+        self.until(lambda: len(self.rows) >= count, f"{count} rows")
+
     def until_gone(self, pids: set[int], timeout_s: float = JOB_S) -> float:
         """Seconds until none of these processes of the job is left. AssertionError with those that
         are.
@@ -210,6 +229,10 @@ class Job(RunFolder):
             if self._recipe in command and "torch.distributed.run" not in command:
                 ranks[int(p.info["environ"].get("RANK", 0))] = p.pid
         return ranks
+
+    def signal_rank(self, rank: int, number: int = signal.SIGKILL) -> None:
+        """Send a rank a signal; by default it is killed."""
+        os.kill(self.rank_pids()[rank], number)
 
     def _processes(self) -> list[psutil.Process]:
         attributes = ["environ", "cmdline", "status"]
@@ -243,6 +266,21 @@ class ForkedJob(Job):
 
     def rank_pids(self) -> dict[int, int]:
         return dict(enumerate(self.process.pids))
+
+
+def killed_and_resumed(start: Callable[..., Job], code: int = 0) -> Job:
+    """Kill the last rank of a job once there is a checkpoint, and start the job again to its end.
+
+    start(*overrides): the job. code: with which the second ends.
+    """
+    with start() as job:
+        job.until((job.run_dir / "checkpoints" / "latest").exists, "a checkpoint")
+        job.signal_rank(max(job.rank_pids()))
+        assert job.wait() != 0
+    with start("resume=auto") as job:
+        assert job.wait() == code, job.output
+    assert "resumed from step_" in job.output
+    return job
 
 
 def untimed(rows: list[dict]) -> list[dict]:

@@ -15,7 +15,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -23,7 +22,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from tests.launching import ROOT, Job
+from tests.launching import Job
 
 WIRE = "wire"
 SPARE = "spare"
@@ -49,9 +48,8 @@ def why_not() -> str:
     """Return why this machine cannot make two hosts; "" if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    absent = [
-        tool for tool in ("ip", "tc", "ss", "unshare", "setpriv", "mount") if not shutil.which(tool)
-    ]
+    tools = ("ip", "tc", "ss", "unshare", "setpriv", "mount")
+    absent = [tool for tool in tools if not shutil.which(tool)]
     if absent:
         return f"needs {', '.join(absent)} (iproute2, util-linux)"
     try:
@@ -193,23 +191,9 @@ class Agent(Job):
         self._wrap = wrap
         super().__init__(*overrides, **settings)
 
-    def _start(self, argv, *, ranks, options, env, cwd) -> subprocess.Popen:
-        python = (
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            f"--nproc-per-node={ranks}",
-            *options,
-        )
-        with self._log.open("wb") as log:
-            return subprocess.Popen(
-                [*UNTIL_PARENT_ENDS, *self._host.entered(*self._wrap, *python, *argv)],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=env,
-                cwd=cwd or ROOT,
-                start_new_session=True,
-            )
+    def _command(self, argv, ranks, options) -> list[str]:
+        command = super()._command(argv, ranks, options)
+        return [*UNTIL_PARENT_ENDS, *self._host.entered(*self._wrap, *command)]
 
     def until_said(self, text: str, timeout_s: float) -> None:
         """Wait until this host says something. The agent may end meanwhile."""
@@ -247,17 +231,13 @@ def agents(
             is_host = int(host is hosts.a)
             own = names[number] if names else host.address
             store = (f"--rdzv-endpoint={hosts.a.address}:{PORT}", f"--rdzv-conf=is_host={is_host}")
-            agent = Agent(
-                host,
-                *overrides,
-                "threads=1",
-                run_dir=run_dir,
-                ranks=ranks,
-                rendezvous="--rdzv-backend=c10d",
-                torchrun=("--nnodes=2", "--rdzv-id=two", f"--local-addr={own}")
-                + (rendezvous or store),
-                env=env,
-                wrap=wrap_b if host is hosts.b else (),
-            )
+            of_both = ("--nnodes=2", "--rdzv-id=two", f"--local-addr={own}")
+            where = {
+                "rendezvous": "--rdzv-backend=c10d",
+                "torchrun": of_both + (rendezvous or store),
+                "wrap": wrap_b if host is hosts.b else (),
+            }
+            given = (*overrides, "threads=1")
+            agent = Agent(host, *given, run_dir=run_dir, ranks=ranks, env=env, **where)
             started.append(ending.enter_context(agent))
         yield started[0], started[1]

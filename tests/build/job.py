@@ -6,18 +6,23 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.launching import JOB_S, RECIPE, ROOT, ForkedJob, environment
+from tests.launching import JOB_S, RECIPE, ROOT, ForkedJob, Job, environment
 
 
 def finished_job(
-    *overrides: str, run_dir: Path, ranks: int | None = None, recipe: Path = RECIPE, **options
-) -> ForkedJob:
+    *overrides: str,
+    run_dir: Path,
+    ranks: int | None = None,
+    recipe: Path = RECIPE,
+    kind: type[Job] = ForkedJob,
+    **options,
+) -> Job:
     """Run a job to its end; AssertionError with its output if it fails. Its rows and its run
     directory can be read afterwards. options: of the Job.
 
         finished_job(*SMALL, "max_lag=0", run_dir=tmp_path / "run", ranks=2).rows
     """
-    with ForkedJob(*overrides, run_dir=run_dir, ranks=ranks, recipe=recipe, **options) as job:
+    with kind(*overrides, run_dir=run_dir, ranks=ranks, recipe=recipe, **options) as job:
         assert job.wait() == 0, job.output
         return job
 

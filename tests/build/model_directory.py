@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.hf import to_stored
@@ -17,6 +17,12 @@ from llamarl.models.sharding import parameter_shapes
 def change_json(file: Path, **values) -> None:
     """Give keys of a JSON file other values."""
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def same_tensors(file: Path, other: Path) -> bool:
+    """Return True if two files of tensors have the same names and bits."""
+    ours, theirs = load_file(file), load_file(other)
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
 
 
 def copy_tiny(path: Path, **config) -> Path:

@@ -14,3 +14,8 @@ def write_rows(file: Path, *rows: Mapping[str, object]) -> Path:
     """
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
+
+
+def read_rows(file: Path) -> list[dict]:
+    """Return the rows of a file."""
+    return [json.loads(line) for line in file.read_text().splitlines()]

@@ -2,7 +2,6 @@
 exit code.
 """
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 
 from llamarl.checkpoint.checkpointer import verify
 from tests.house import ROOT, blocks, text_of
-from tests.launching import JOB_S, SMALL, environment
+from tests.launching import JOB_S, SMALL, RunFolder, environment
 from tests.slurm import Cluster, absent, free_ports
 
 STEPS = 40
@@ -90,9 +89,7 @@ class Submitted:
     @property
     def steps(self) -> list[int]:
         """The steps of whole rows."""
-        file = self.run_dir / "metrics.jsonl"
-        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-        return [json.loads(line)["step"] for line in lines if line.endswith("\n")]
+        return [row["step"] for row in RunFolder(self.run_dir, self.run_dir).rows]
 
     @property
     def resumed(self) -> list[int]:
@@ -158,7 +155,7 @@ def test_a_job_that_its_time_limit_ends_has_a_checkpoint_and_ends_with_75(cluste
     assert job.until_ended() == ("FAILED", "75:0"), job.output
     (step,) = job.stopped
     assert verify(job.run_dir / "checkpoints" / f"step_{step}") == []
-    assert json.loads((job.run_dir / "outcome.json").read_text())["ended"] == "stopped"
+    assert RunFolder(job.run_dir, job.run_dir).outcome["ended"] == "stopped"
 
     # What an earlier allocation left must not have a job requeued again and again.
     job.program("torchrun", "exit 1")

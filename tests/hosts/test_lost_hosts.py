@@ -2,13 +2,15 @@
 lost, on both sides; the run goes on from there, or has a whole checkpoint to go on from.
 """
 
+import functools
+
 import pytest
 
 from llamarl.checkpoint.checkpointer import verify
+from tests.build.job import finished_job
 from tests.launching import SMALL, Job, untimed
 from tests.two_hosts import agents
 
-STEPS = 16
 SILENT_S = 5
 GONE_S = 120.0  # SILENT_S three times, for a silent store, and what ending takes under load
 PATIENCE = (f"heartbeat_timeout_s={SILENT_S}", "timeout_s=60")
@@ -16,7 +18,7 @@ RUN = (
     *SMALL,
     "max_lag=0",
     "eval.every=0",
-    f"max_steps={STEPS}",
+    "max_steps=16",
     "checkpoint.every=4",
     "reward.fn=tests.launching:unhurried",
 )
@@ -32,17 +34,24 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     """uninterrupted(*overrides): the rows of the run that nothing befalls, on one host."""
-    done = {}
 
+    @functools.cache
     def rows(*overrides: str) -> list[dict]:
-        if overrides not in done:
-            run_dir = tmp_path_factory.mktemp("one") / "run"
-            with Job(*RUN, *overrides, "threads=1", run_dir=run_dir, ranks=2) as job:
-                assert job.wait() == 0, job.output
-                done[overrides] = untimed(job.rows)
-        return done[overrides]
+        run_dir = tmp_path_factory.mktemp("one") / "run"
+        given = (*RUN, *overrides, "threads=1")
+        return untimed(finished_job(*given, run_dir=run_dir, ranks=2, kind=Job).rows)
 
     return rows
+
+
+def after_six_steps(hosts, run_dir, befalls, *overrides) -> tuple[str, str, Job]:
+    """(what each host said, the first one's job) of a run that befalls(a, b) once it has made six
+    steps, and of which no rank is left.
+    """
+    with agents(hosts, *RUN, *overrides, *PATIENCE, run_dir=run_dir) as (a, b):
+        a.until_rows(6)
+        befalls(a, b)
+        return a.until_ranks_gone(GONE_S), b.until_ranks_gone(GONE_S), a
 
 
 def goes_on(hosts, run_dir, overrides, at_least) -> list[dict]:
@@ -58,7 +67,7 @@ def goes_on(hosts, run_dir, overrides, at_least) -> list[dict]:
 def check_saved(job: Job, at_least: int) -> None:
     """Check that the newest checkpoint is whole, and of this step or a later one."""
     assert verify(job.checkpoint) == []
-    assert int(job.checkpoint.name.removeprefix("step_")) >= at_least
+    assert job.saved_step >= at_least
 
 
 def check_named(output: str, rank: int, hosted: str, causes: tuple[str, ...]) -> None:
@@ -74,17 +83,14 @@ def test_a_cut_wire_is_named_by_the_host_that_keeps_the_trainer_and_by_the_other
     hosts, tmp_path, uninterrupted
 ):
     """No step is lost: the trainer is whole, and saves."""
-    with agents(hosts, *RUN, *PATIENCE, run_dir=tmp_path / "run") as (a, b):
-        a.until(lambda: len(a.rows) >= 6, "six steps")
-        hosts.cut(hosts.b)
-        on_a = a.until_ranks_gone(GONE_S)
-        on_b = b.until_ranks_gone(GONE_S)
-        num_steps = len(a.rows)
+    run_dir = tmp_path / "run"
+    on_a, on_b, a = after_six_steps(hosts, run_dir, lambda a, b: hosts.cut(hosts.b))
+    num_steps = len(a.rows)
     check_named(on_a, 0, "trainer", (f"rank 1 (generator, reward) {OF_SILENCE}",))
     assert f"A checkpoint of step {num_steps} was sealed after that" in on_a
     check_named(on_b, 1, "generator, reward", (OF_STORE,))
     hosts.up(hosts.b)
-    assert goes_on(hosts, tmp_path / "run", APART, at_least=num_steps) == uninterrupted()
+    assert goes_on(hosts, run_dir, APART, at_least=num_steps) == uninterrupted()
 
 
 @pytest.mark.parametrize("overrides", [SHARDED, TURNED], ids=["FSDP across", "trainer away"])
@@ -92,11 +98,8 @@ def test_a_cut_wire_that_splits_the_trainer_or_its_store_is_named_on_both_hosts(
     hosts, tmp_path, uninterrupted, overrides
 ):
     """The run goes on from its newest checkpoint."""
-    with agents(hosts, *RUN, *overrides, *PATIENCE, run_dir=tmp_path / "run") as (a, b):
-        a.until(lambda: len(a.rows) >= 6, "six steps")
-        hosts.cut(hosts.a)
-        on_a = a.until_ranks_gone(GONE_S)
-        on_b = b.until_ranks_gone(GONE_S)
+    run_dir = tmp_path / "run"
+    on_a, on_b, _ = after_six_steps(hosts, run_dir, lambda a, b: hosts.cut(hosts.a), *overrides)
     first, second = ("trainer", "generator, reward, trainer")
     if overrides == TURNED:
         first, second = ("generator, reward", "trainer")
@@ -104,16 +107,12 @@ def test_a_cut_wire_that_splits_the_trainer_or_its_store_is_named_on_both_hosts(
     assert f"since the last one: rank 1 ({second}) held a part of it" in " ".join(on_a.split())
     check_named(on_b, 1, second, (OF_STORE,))
     hosts.up(hosts.a)
-    assert goes_on(hosts, tmp_path / "run", overrides, at_least=4) == uninterrupted(*overrides)
+    assert goes_on(hosts, run_dir, overrides, at_least=4) == uninterrupted(*overrides)
 
 
 def test_a_wire_that_is_taken_away_is_named_and_a_new_one_will_do(hosts, tmp_path, uninterrupted):
     """The first host has then lost the address of its own store, so its rank cannot save."""
-    with agents(hosts, *RUN, *PATIENCE, run_dir=tmp_path / "run") as (a, b):
-        a.until(lambda: len(a.rows) >= 6, "six steps")
-        hosts.take_away()
-        on_a = a.until_ranks_gone(GONE_S)
-        on_b = b.until_ranks_gone(GONE_S)
+    on_a, on_b, _ = after_six_steps(hosts, tmp_path / "run", lambda a, b: hosts.take_away())
     check_named(on_a, 0, "trainer", (OF_STORE,))
     check_named(on_b, 1, "generator, reward", (OF_STORE,))
     hosts.join()
@@ -123,13 +122,9 @@ def test_a_wire_that_is_taken_away_is_named_and_a_new_one_will_do(hosts, tmp_pat
 @pytest.mark.parametrize("lost", ["the generator's", "the trainer's"])
 def test_an_address_that_is_taken_away_is_named(hosts, tmp_path, lost):
     """The wire stays up. Without the address of its own store the trainer's host cannot save."""
-    with agents(hosts, *RUN, *PATIENCE, run_dir=tmp_path / "run") as (a, b):
-        a.until(lambda: len(a.rows) >= 6, "six steps")
-        host = hosts.b if lost == "the generator's" else hosts.a
-        hosts.take_address(host)
-        on_a = a.until_ranks_gone(GONE_S)
-        on_b = b.until_ranks_gone(GONE_S)
-        num_steps = len(a.rows)
+    host = hosts.b if lost == "the generator's" else hosts.a
+    on_a, on_b, a = after_six_steps(hosts, tmp_path / "run", lambda a, b: hosts.take_address(host))
+    num_steps = len(a.rows)
     causes = (OF_STORE,)
     at_least = 4
     if host is hosts.b:
@@ -144,7 +139,7 @@ def test_an_address_that_is_taken_away_is_named(hosts, tmp_path, lost):
 @pytest.mark.parametrize("lost", ["the generator's", "the trainer's"])
 def test_a_host_whose_processes_all_die_is_named_by_the_other(hosts, tmp_path, lost):
     with agents(hosts, *RUN, *PATIENCE, run_dir=tmp_path / "run") as (a, b):
-        a.until(lambda: len(a.rows) >= 6, "six steps")
+        a.until_rows(6)
         gone, left = (b, a) if lost == "the generator's" else (a, b)
         gone.kill_all()
         said = left.until_ranks_gone(GONE_S)

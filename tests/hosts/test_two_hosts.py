@@ -1,11 +1,13 @@
 """A run on two hosts computes what it does on one, and listens only where the other host is."""
 
+import functools
 import re
 from pathlib import Path
 
 import pytest
 
 from llamarl.checkpoint.checkpointer import verify
+from tests.build.job import finished_job
 from tests.launching import SMALL, STEPS, Job, untimed
 from tests.two_hosts import SPARE, WIRE, agents, run
 
@@ -24,16 +26,12 @@ def weights_of(checkpoint: Path) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def on_one_host(tmp_path_factory):
     """on_one_host(ranks, *overrides): the finished run of so many ranks on one host."""
-    done = {}
 
+    @functools.cache
     def job(ranks: int, *overrides: str) -> Job:
-        if overrides not in done:
-            run_dir = tmp_path_factory.mktemp("one") / "run"
-            given = (*SYNCHRONOUS, *overrides, "threads=1")
-            with Job(*given, run_dir=run_dir, ranks=ranks) as one:
-                assert one.wait() == 0, one.output
-            done[overrides] = one
-        return done[overrides]
+        run_dir = tmp_path_factory.mktemp("one") / "run"
+        given = (*SYNCHRONOUS, *overrides, "threads=1")
+        return finished_job(*given, run_dir=run_dir, ranks=ranks, kind=Job)
 
     return job
 
@@ -76,15 +74,21 @@ def test_an_asynchronous_run_on_two_hosts_keeps_its_bound(hosts, tmp_path):
 ENDLESS = (*SMALL, "max_lag=1", "max_steps=100000", "checkpoint.every=0", "eval.every=0")
 
 
-def test_ranks_listen_where_the_hosts_are_joined_and_torchrun_everywhere(hosts, tmp_path):
-    with agents(hosts, *ENDLESS, run_dir=tmp_path / "run") as (a, b):
-        a.until(lambda: len(a.rows) >= 2, "two steps")
-        assert hosts.a.listening() == {hosts.a.address, "*"}
-        assert hosts.b.listening() == {hosts.b.address}
+def check_listening(hosts, run_dir, on_a, on_b, **where):
+    """Check where both hosts listen in a run that makes steps. Return the first one's job."""
+    with agents(hosts, *ENDLESS, run_dir=run_dir, **where) as (a, b):
+        a.until_rows(2)
+        assert hosts.a.listening() == on_a and hosts.b.listening() == on_b
         listeners = run(*hosts.a.entered("ss", "-Hltnp")).splitlines()
-        agent = f"pid={a.process.pid},"
-        everywhere = [line for line in listeners if hosts.a.address not in line]
-        assert everywhere and all(agent in line for line in everywhere)
+    (own,) = on_a - {"*"}
+    everywhere = [line for line in listeners if own not in line]
+    assert bool(everywhere) == ("*" in on_a)
+    assert all(f"pid={a.process.pid}," in line for line in everywhere), "torchrun alone"
+    return a
+
+
+def test_ranks_listen_where_the_hosts_are_joined_and_torchrun_everywhere(hosts, tmp_path):
+    check_listening(hosts, tmp_path / "run", {hosts.a.address, "*"}, {hosts.b.address})
 
 
 def test_with_a_file_as_torchruns_store_nothing_listens_everywhere(hosts, tmp_path):
@@ -92,25 +96,18 @@ def test_with_a_file_as_torchruns_store_nothing_listens_everywhere(hosts, tmp_pa
     store = ("--rdzv-conf=store_type=file", f"--rdzv-endpoint={tmp_path / 'rendezvous'}")
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     where = {"rendezvous": store, "env_a": env, "env_b": env}
-    with agents(hosts, *ENDLESS, run_dir=tmp_path / "run", **where) as (a, b):
-        a.until(lambda: len(a.rows) >= 2, "two steps")
-        assert hosts.a.listening() == {hosts.a.address}
-        assert hosts.b.listening() == {hosts.b.address}
+    check_listening(hosts, tmp_path / "run", {hosts.a.address}, {hosts.b.address}, **where)
 
 
 def test_a_host_whose_name_is_its_loopback_finds_the_way_to_the_others(hosts, tmp_path):
     names = (hosts.a.name, hosts.b.name)
-    with agents(hosts, *ENDLESS, run_dir=tmp_path / "run", names=names) as (a, b):
-        a.until(lambda: len(a.rows) >= 2, "two steps")
-        assert hosts.a.listening() == {hosts.a.address, "*"}
-        assert hosts.b.listening() == {hosts.b.address}
+    on_a = {hosts.a.address, "*"}
+    check_listening(hosts, tmp_path / "run", on_a, {hosts.b.address}, names=names)
 
 
 def test_a_given_interface_is_used_and_not_that_of_the_store(hosts, tmp_path):
     hosts.join_by_a_spare_wire()
     env = {"GLOO_SOCKET_IFNAME": SPARE}
-    with agents(hosts, *ENDLESS, run_dir=tmp_path / "run", env_a=env, env_b=env) as (a, b):
-        a.until(lambda: len(a.rows) >= 2, "two steps")
-        assert hosts.a.listening() == {"10.78.0.1", "*"}
-        assert hosts.b.listening() == {"10.78.0.2"}
+    where = {"env_a": env, "env_b": env}
+    a = check_listening(hosts, tmp_path / "run", {"10.78.0.1", "*"}, {"10.78.0.2"}, **where)
     assert "network  host-a spare (10.78.0.1), host-b spare (10.78.0.2)" in a.output

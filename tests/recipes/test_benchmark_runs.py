@@ -14,6 +14,7 @@ import pytest
 
 from llamarl.config.placement import TINY_MODEL
 from tests.build.job import run_python
+from tests.build.rows import read_rows
 from tests.launching import ROOT
 
 pytestmark = pytest.mark.slow
@@ -23,25 +24,28 @@ def run(name, *arguments):
     return run_python(ROOT / "benchmarks" / f"{name}.py", *arguments, timeout_s=600)
 
 
+def found_by(name, folder, *arguments):
+    """The figures that a benchmark writes."""
+    run(name, *arguments, "--json", folder / "found.json")
+    return json.loads((folder / "found.json").read_text())
+
+
 def test_train(tmp_path):
     size = ("--model", TINY_MODEL, "--dtype", "float32", "--completions", 16, "--repeats", 1)
-    run("train", *size, "--peer", tmp_path, "--json", tmp_path / "train.json")
-    (found,) = json.loads((tmp_path / "train.json").read_text())["models"].values()
+    (found,) = found_by("train", tmp_path, *size, "--peer", tmp_path)["models"].values()
     rates = found["float32"]
     assert rates["even"]["tokens_per_s"] > 0 and 0 <= rates["uneven"]["padding"]["ours"] < 1
 
 
 def test_decode(tmp_path):
     size = ("--batch", 4, "--new-tokens", 8, "--dtype", "float32", "--repeats", 1)
-    size += ("--against", "transformers")
-    run("decode", "--model", TINY_MODEL, *size, "--json", tmp_path / "decode.json")
-    assert "engine" in (tmp_path / "decode.json").read_text()
+    size += ("--against", "transformers", "--model", TINY_MODEL)
+    assert "engine" in json.dumps(found_by("decode", tmp_path, *size))
 
 
 def test_scoring(tmp_path):
     size = ("--prompts", 2, "--group", 2, "--batch", 2, "--repeats", 1)
-    run("scoring", "--model", TINY_MODEL, *size, "--json", tmp_path / "scoring.json")
-    found = json.loads((tmp_path / "scoring.json").read_text())
+    found = found_by("scoring", tmp_path, "--model", TINY_MODEL, *size)
     assert found["ratio"] > 0 and found["scores_apart"] < 1e-4
 
 
@@ -50,14 +54,12 @@ def test_machinery():
 
 
 def test_growth(tmp_path):
-    results = tmp_path / "growth.json"
-    run("growth", "--ranks", "2,8", "--meshes", "8", "--steps", 3, "--json", results)
-    found = json.loads(results.read_text())
+    found = found_by("growth", tmp_path, "--ranks", "2,8", "--meshes", "8", "--steps", 3)
     assert [row["ranks"] for row in found["frame"]] == [2, 8]
     assert all(row["messages_per_step"] > 0 and row["memory_mb"] > 0 for row in found["frame"])
-    run("growth", "--page", results)
-    assert (tmp_path / "growth.png").exists()
-    assert "1,000 generators" in " ".join((tmp_path / "growth.md").read_text().split())
+    run("growth", "--page", tmp_path / "found.json")
+    assert (tmp_path / "found.png").exists()
+    assert "1,000 generators" in " ".join((tmp_path / "found.md").read_text().split())
 
 
 def test_time_to_reward(tmp_path):
@@ -72,13 +74,10 @@ def test_streaming(tmp_path):
     """Without TRL: ours alone. What it keeps of its runs is not made again."""
     sizes = ("--groups", 2, "--group", 2, "--answer-tokens", 12, "--slots", 4, "--steps", 2)
     chunks = ("--chunks", 4)
-    files = ("--json", tmp_path / "found.json", "--page", tmp_path / "found.md")
-    words = ("--model", TINY_MODEL, *sizes, *chunks, *files, "--runs", tmp_path / "runs")
-    run("streaming", *words)
-    found = json.loads((tmp_path / "found.json").read_text())
-    run("streaming", *words)
-    again = json.loads((tmp_path / "found.json").read_text())
-    assert again["runs"] == found["runs"]
+    files = ("--page", tmp_path / "found.md", "--runs", tmp_path / "runs")
+    words = ("--model", TINY_MODEL, *sizes, *chunks, *files)
+    found = found_by("streaming", tmp_path, *words)
+    assert found_by("streaming", tmp_path, *words)["runs"] == found["runs"]
     assert [made["way"] for made in found["runs"]] == ["none", "intra", "inter", "both"]
     assert all(made["tail_s"] > 0 for made in found["runs"])
     assert 0 <= found["runs"][1]["prefilled_early"] <= 1
@@ -98,10 +97,8 @@ def test_the_calculators_teacher_is_poor_and_never_shows_held_out_sums(tmp_path,
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     module = importlib.import_module("calculator")
     module.write_rows(tmp_path)
-    rows = {}
-    for name in ("held_out", "train", "warm"):
-        lines = (tmp_path / f"{name}.jsonl").read_text().splitlines()
-        rows[name] = [json.loads(line) for line in lines]
+    names = ("held_out", "train", "warm")
+    rows = {name: read_rows(tmp_path / f"{name}.jsonl") for name in names}
     sums = {}
     for name, found in rows.items():
         sums[name] = {row["prompt"].split("?")[0] for row in found}

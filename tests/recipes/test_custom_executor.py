@@ -15,31 +15,27 @@ from tests.house import blocks, text_of
 from tests.launching import GROUP_SIZE, ROOT, SMALL, STEPS, ForkedJob, untimed
 
 RECIPE = ROOT / "recipes" / "custom_executor.py"
-LISTED = """
+# A recipe of the user's: further imports and classes, and what it does with the job.
+WRITTEN = """
 from executors.build import build_executors
-from llamarl.comm import Gather, Scatter
 from llamarl.config import Config, main
-from llamarl.ddma.channel import Weights
 from llamarl.launch import launch
-from llamarl.types import Completion, EvalCompletion, Group
-
+{own}
 
 @main
 def run(config: Config) -> None:
     with launch(config) as job:
-        generator, reward, _, trainer = build_executors(config, job)
-        channels = [
-            Gather(generator, reward, carries=Completion),
-            Gather(generator, reward, carries=EvalCompletion),
-            Scatter(reward, trainer, carries=Group),
-            Weights(trainer, generator),
-        ]
-        job.run([generator, reward, trainer], channels)
-
+{body}
 
 if __name__ == "__main__":
     run()
 """
+
+
+def written(folder, own, body):
+    file = folder / "recipe.py"
+    file.write_text(WRITTEN.format(own=own, body=body))
+    return file
 
 
 def test_a_token_costs_the_same_everywhere_and_a_full_channel_stops_it():
@@ -62,18 +58,18 @@ def test_a_token_costs_the_same_everywhere_and_a_full_channel_stops_it():
 
 def test_the_readme_shows_it_as_it_is():
     source = RECIPE.read_text()
-    shown = [
-        body for body in blocks("python", text_of(ROOT / "README.md")) if "LengthPenalty" in body
-    ]
-    assert len(shown) == 1 and shown[0] in source
+    bodies = blocks("python", text_of(ROOT / "README.md"))
+    (shown,) = [body for body in bodies if "LengthPenalty" in body]
+    assert shown in source
     assert len(source.splitlines()) < 60, "it is one screen"
 
 
 DROPS = """
 from llamarl.comm import dropped
-from llamarl.config import Config, main
 from llamarl.executor import Executor
 from llamarl.types import Completion, EvalCompletion
+
+dropped.STILL_S = 1.0
 
 
 class Filter(Executor):
@@ -82,34 +78,24 @@ class Filter(Executor):
     produces = (Completion, EvalCompletion)
 
     def step(self):
-        completions = self.inputs.of(Completion).take()
-        for completion in completions:
-            if DROPPED != "a completion" or (completion.ticket, completion.sample_index) != (9, 1):
-                self.outputs.of(Completion).put(completion)
+        records = self.inputs.of(Completion).take()
+        for record in records:
+            if DROPPED != "a completion" or (record.ticket, record.sample_index) != (9, 1):
+                self.outputs.of(Completion).put(record)
         answers = self.inputs.of(EvalCompletion).take()
         for answer in answers:
             if DROPPED != "an answer" or answer.prompt_index != 2:
                 self.outputs.of(EvalCompletion).put(answer)
-        return bool(completions or answers)
-
-
-@main
-def run(config: Config) -> None:
-    from executors.build import build_executors
-    from llamarl.launch import launch
-
-    dropped.STILL_S = 1.0
-    with launch(config) as job:
+        return bool(records or answers)
+"""
+WITH_FILTER = """
         generator, reward, _, trainer = build_executors(config, job)
         job.placement["filter"] = job.placement["generator"]
         job.run([generator, Filter(), reward, trainer])
-
-
-if __name__ == "__main__":
-    run()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dropped, ranks, said",
     [
@@ -120,8 +106,7 @@ if __name__ == "__main__":
 def test_an_executor_that_drops_a_record_is_named_long_before_timeout_s(
     dropped, ranks, said, tmp_path
 ):
-    recipe = tmp_path / "drops.py"
-    recipe.write_text(DROPS.replace("DROPPED", repr(dropped)))
+    recipe = written(tmp_path, DROPS.replace("DROPPED", repr(dropped)), WITH_FILTER)
     given = (*SMALL, "eval.num_prompts=4")
     with ForkedJob(*given, run_dir=tmp_path / "run", recipe=recipe, ranks=ranks) as job:
         assert job.wait() != 0
@@ -132,14 +117,9 @@ def test_an_executor_that_drops_a_record_is_named_long_before_timeout_s(
 
 
 STEERED = """
-import torch
-
-from executors.build import build_executors
 from executors.generator import Generator
 from executors.reference import Reference
 from executors.trainer import FSDPTrainer
-from llamarl.config import Config, main
-from llamarl.launch import launch
 
 
 def steer(layer, args, output):
@@ -166,27 +146,17 @@ class SteeredReference(Steered, Reference):
     pass
 
 
-@main
-def run(config: Config) -> None:
-    with launch(config) as job:
-        generator, reward, references, trainer = build_executors(
-            config,
-            job,
-            generator=SteeredGenerator,
-            reference=SteeredReference,
-            trainer=SteeredTrainer,
-        )
+OWN = {"generator": SteeredGenerator, "reference": SteeredReference, "trainer": SteeredTrainer}
+"""
+WITH_STEERED = """
+        generator, reward, references, trainer = build_executors(config, job, **OWN)
         job.run([generator, reward, *references, trainer])
-
-
-if __name__ == "__main__":
-    run()
 """
 
 
+@pytest.mark.slow
 def test_subclasses_with_a_forward_of_their_own_sample_what_they_train(tmp_path):
-    recipe = tmp_path / "steered.py"
-    recipe.write_text(STEERED)
+    recipe = written(tmp_path, STEERED, WITH_STEERED)
     given = (*SMALL, "max_lag=0", "reference=frozen", "loss.kl_coef=0.01", "max_steps=1")
     job = finished_job(*given, run_dir=tmp_path / "run", recipe=recipe)
     assert "steered SteeredTrainer" in job.output
@@ -197,9 +167,25 @@ def test_subclasses_with_a_forward_of_their_own_sample_what_they_train(tmp_path)
     assert job.rows[0]["eval/accuracy"] < 0.3
 
 
+OF_CHANNELS = """
+from llamarl.comm import Gather, Scatter
+from llamarl.ddma.channel import Weights
+from llamarl.types import Completion, EvalCompletion, Group
+"""
+LISTED = """
+        generator, reward, _, trainer = build_executors(config, job)
+        channels = [
+            Gather(generator, reward, carries=Completion),
+            Gather(generator, reward, carries=EvalCompletion),
+            Scatter(reward, trainer, carries=Group),
+            Weights(trainer, generator),
+        ]
+        job.run([generator, reward, trainer], channels)
+"""
+
+
 def test_a_recipe_may_list_its_channels(synchronous_run, tmp_path):
-    recipe = tmp_path / "listed.py"
-    recipe.write_text(LISTED)
+    recipe = written(tmp_path, OF_CHANNELS, LISTED)
     given = (*SMALL, "max_lag=0", "max_steps=2")
     job = finished_job(*given, run_dir=tmp_path / "run", recipe=recipe)
     assert untimed(job.rows) == untimed(synchronous_run.rows)[:3]

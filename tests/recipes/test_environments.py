@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
+from functools import partial
 
 import pytest
 
-from tests.launching import ForkedJob, Job, untimed
+from tests.build.job import finished_job
+from tests.build.rows import write_rows
+from tests.launching import ForkedJob, Job, killed_and_resumed, untimed
 
+BAD_INPUT = 2
 STEPS = 4
 PLAYED = (
     "task=environment",
@@ -43,11 +44,13 @@ def mixed(num_workers):
     return ("task=mixture", parts, *(word for word in PLAYED if not word.startswith("task")))
 
 
-def shop_rows(tmp_path, **more):
-    """Write rows of sums, for the shop."""
-    file = tmp_path / "rows.jsonl"
-    rows = [{"prompt": f"{10 + n}+{20 + n}=", "answer": str(30 + 2 * n), **more} for n in range(24)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def shop_rows(tmp_path, digits):
+    """Write 24 rows of sums for the shop, eight that begin with each of the digits."""
+    rows = []
+    for digit in digits:
+        for n in range(8):
+            rows.append({"prompt": f"{digit}{n}+20=", "answer": str(10 * int(digit) + n + 20)})
+    write_rows(tmp_path / "rows.jsonl", *rows)
 
 
 def check(rows, *, turns=True):
@@ -64,8 +67,7 @@ def check(rows, *, turns=True):
 
 
 def test_a_run_on_two_ranks_trains_on_dialogues_within_its_lag(tmp_path):
-    with ForkedJob(*ECHO, "max_lag=2", run_dir=tmp_path / "run", ranks=2) as job:
-        assert job.wait() == 0, job.output
+    job = finished_job(*ECHO, "max_lag=2", run_dir=tmp_path / "run", ranks=2)
     rows = job.rows
     assert len(rows) == STEPS + 1
     check(rows)
@@ -75,92 +77,61 @@ def test_a_run_on_two_ranks_trains_on_dialogues_within_its_lag(tmp_path):
     assert 0 < rows[0]["eval/reward"] <= 0.75
 
 
-def test_an_environment_plays_its_part_of_a_mixture(tmp_path):
-    with ForkedJob(*mixed(1), "max_lag=2", run_dir=tmp_path / "run", ranks=2) as job:
-        assert job.wait() == 0, job.output
-    rows = job.rows
-    check(rows)
-    assert max(row["lag/max"] for row in rows[1:]) <= 2
-    by_part = {"game": set(), "sums": set()}
-    for row in rows[1:]:
-        for name, seen in by_part.items():
-            seen.add(row.get(f"reward/part/{name}/mean"))
-    # A quarter for each of three turns, whoever says what.
-    assert by_part["game"] - {None} == {0.75}
-    assert by_part["sums"] - {None}
-
-
 def test_an_environment_plays_a_set_of_held_out_prompts(tmp_path):
     play = "play: {max_turns: 2, max_turn_tokens: 6}"
     sets = f"eval.sets={{game: {{{GAME}, num_prompts: 6, {play}}}}}"
     plain = [word for word in PLAYED if not word.startswith("task")] + ["task=addition"]
-    with ForkedJob(*plain, sets, "max_steps=1", "eval.every=1", run_dir=tmp_path / "run") as job:
-        assert job.wait() == 0, job.output
+    job = finished_job(*plain, sets, "max_steps=1", "eval.every=1", run_dir=tmp_path / "run")
     for row in job.rows:
         assert row["eval/game/reward"] == 0.5 and row["eval/reward"] == row["eval/accuracy"]
 
 
-def test_what_is_wrong_with_a_parts_environment_is_said_of_the_part(tmp_path):
-    wrong = [word.replace("games:Echo", "games:Ech") for word in mixed(1)]
-    with ForkedJob(*wrong, run_dir=tmp_path / "run") as job:
-        assert job.wait() == 2, job.output
-    assert "task.parts.game.environment=tests.games:Ech: " in job.output
-    assert "did you mean Echo?" in job.output
+def test_a_dry_run_names_every_environment_and_scores_what_none_plays(launch_here, tmp_path):
+    code, said = launch_here(*mixed(1), "+dry_run=true", f"run_dir={tmp_path / 'run'}")
+    assert code == 0, said.err
+    assert "dialogue task.parts.game: tests.games:Echo (dialogue: none)" in said.out
+    assert said.out.count("  reward 1\n") == 3
 
 
-def test_a_dry_run_names_every_environment_and_scores_what_none_plays(tmp_path):
-    with ForkedJob(*mixed(1), "+dry_run=true", run_dir=tmp_path / "run") as job:
-        assert job.wait() == 0, job.output
-    assert "dialogue task.parts.game: tests.games:Echo (dialogue: none)" in job.output
-    assert job.output.count("  reward 1\n") == 3
-
-
-@pytest.mark.parametrize("ranks", [2])
-@pytest.mark.bitwise("synchronous runs of dialogues are equal")
-def test_synchronous_runs_of_a_mixture_are_equal_whoever_answers_first(tmp_path, ranks):
+def equal_runs(tmp_path, given, ranks=None):
+    """The rows of two synchronous runs, which are equal. given: of so many workers."""
     found = []
     for workers in (1, 3):
         run_dir = tmp_path / f"run{workers}"
-        with ForkedJob(*mixed(workers), "max_lag=0", run_dir=run_dir, ranks=ranks) as job:
-            assert job.wait() == 0, job.output
+        job = finished_job(*given(workers), "max_lag=0", run_dir=run_dir, ranks=ranks)
         check(job.rows)
         found.append(untimed(job.rows))
     assert found[0] == found[1]
-    assert {"reward/part/game/mean", "reward/part/sums/mean"} <= set().union(*found[0])
+    return found[0]
 
 
-@pytest.mark.parametrize("ranks", [None])
 @pytest.mark.bitwise("synchronous runs of dialogues are equal")
-def test_synchronous_runs_are_equal_whoever_answers_first(tmp_path, ranks):
+def test_synchronous_runs_of_a_mixture_are_equal_whoever_answers_first(tmp_path):
+    rows = equal_runs(tmp_path, mixed, ranks=2)[1:]
+    of_game = {row.get("reward/part/game/mean") for row in rows} - {None}
+    of_sums = {row.get("reward/part/sums/mean") for row in rows} - {None}
+    # A quarter for each of three turns, whoever says what.
+    assert of_game == {0.75} and of_sums
+
+
+@pytest.mark.slow
+@pytest.mark.bitwise("synchronous runs of dialogues are equal")
+def test_synchronous_runs_are_equal_whoever_answers_first(tmp_path):
     parts = "{game: {kind: environment}, new: {kind: novelty, nearest: 2, weight: 0.5}}"
-    found = []
-    for number, workers in enumerate((1, 3)):
-        rewarded = ("reward=parts", f"reward.parts={parts}")
-        given = (*rewarded, "max_lag=0", f"task.play.num_workers={workers}")
-        with ForkedJob(*ECHO, *given, run_dir=tmp_path / f"run{number}", ranks=ranks) as job:
-            assert job.wait() == 0, job.output
-        check(job.rows)
-        found.append(untimed(job.rows))
-    assert found[0] == found[1]
-    for row in found[0][1:]:
+    given = (*ECHO, "reward=parts", f"reward.parts={parts}")
+    for row in equal_runs(tmp_path, lambda n: (*given, f"task.play.num_workers={n}"))[1:]:
         assert {"reward/game/mean", "reward/new/mean", "diversity/cosine_distance"} <= set(row)
 
 
 @pytest.mark.slow
 @pytest.mark.bitwise("a synchronous run of dialogues that was resumed is the one that was not")
 def test_a_run_killed_in_its_dialogues_and_resumed_equals_one_that_was_not(tmp_path):
-    with ForkedJob(*ECHO, "max_lag=0", run_dir=tmp_path / "whole") as whole:
-        assert whole.wait() == 0, whole.output
-    with Job(*ECHO, "max_lag=0", run_dir=tmp_path / "run") as job:
-        job.until(lambda: (tmp_path / "run" / "checkpoints" / "latest").exists(), "a checkpoint")
-        os.kill(job.rank_pids()[0], signal.SIGKILL)
-        assert job.wait() != 0
-    with Job(*ECHO, "max_lag=0", "resume=auto", run_dir=tmp_path / "run") as job:
-        assert job.wait() == 0, job.output
-        assert "resumed from step_" in job.output
+    whole = finished_job(*ECHO, "max_lag=0", run_dir=tmp_path / "whole")
+    job = killed_and_resumed(partial(Job, *ECHO, "max_lag=0", run_dir=tmp_path / "run"))
     assert untimed(job.rows) == untimed(whole.rows)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_in_the_middle_of_its_dialogues(tmp_path):
     hold, held = tmp_path / "hold", tmp_path / "held"
     hold.touch()
@@ -180,16 +151,12 @@ def test_a_run_that_was_stopped_goes_on_in_the_middle_of_its_dialogues(tmp_path)
         job.stop()
         assert job.wait() == 0, job.output
     hold.unlink()
-    step = int(job.checkpoint.name.removeprefix("step_"))
-    last = f"max_steps={step + 20}"
-    resumed = (*given, last, "resume=auto")
-    with ForkedJob(*resumed, run_dir=tmp_path / "run", ranks=2, env=env) as job:
-        assert job.wait() == 0, job.output
-    assert "completions go on after" in job.output
-    assert "lost" not in job.output
-    rows = job.rows
-    check(rows)
-    assert rows[-1]["step"] == step + 20
+    step = job.saved_step + 20
+    resumed = (*given, f"max_steps={step}", "resume=auto")
+    job = finished_job(*resumed, run_dir=tmp_path / "run", ranks=2, env=env)
+    assert "completions go on after" in job.output and "lost" not in job.output
+    check(job.rows)
+    assert job.rows[-1]["step"] == step
 
 
 def refusing(tmp_path, *more):
@@ -207,13 +174,8 @@ def refusing(tmp_path, *more):
 
 
 def test_rows_and_tools_are_rewarded_by_several_and_broken_dialogues_are_masked(tmp_path):
-    shop_rows(tmp_path)
-    file = tmp_path / "rows.jsonl"
-    rows = file.read_text()
-    assert rows.count('"prompt": "3') == 4
-    file.write_text(rows.replace('"prompt": "3', '"prompt": "9'))
-    with ForkedJob(*refusing(tmp_path), run_dir=tmp_path / "run") as job:
-        assert job.wait() == 0, job.output
+    shop_rows(tmp_path, "129")
+    job = finished_job(*refusing(tmp_path), run_dir=tmp_path / "run")
     check(job.rows, turns=False)
     assert sum(row.get("dialogues/lost", 0) for row in job.rows[1:]) > 0
     assert 0 < max(row["reward/error_rate"] for row in job.rows[1:]) < 1
@@ -221,55 +183,49 @@ def test_rows_and_tools_are_rewarded_by_several_and_broken_dialogues_are_masked(
     assert "no nines" in job.output
 
 
-def test_an_environment_that_cannot_begin_is_told_before_anything_starts(tmp_path):
-    shop_rows(tmp_path)
-    file = tmp_path / "rows.jsonl"
-    file.write_text(file.read_text().replace('"prompt": "', '"prompt": "9'))
-    with ForkedJob(*refusing(tmp_path), run_dir=tmp_path / "run") as job:
-        assert job.wait() == 2, job.output
-    assert "with one of its first prompts it fails as it begins: " in job.output
-    assert "no nines" in job.output and not (tmp_path / "run").exists()
+def test_an_environment_that_cannot_begin_is_told_before_anything_starts(launch_here, tmp_path):
+    shop_rows(tmp_path, "9")
+    code, said = launch_here(*refusing(tmp_path), f"run_dir={tmp_path / 'run'}")
+    assert code == BAD_INPUT
+    assert "with one of its first prompts it fails as it begins: " in said.err
+    assert "no nines" in said.err and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
     "given, said",
     [
-        (("task.environment=tests.games:Shp",), "did you mean Shop?"),
-        (("task.environment=tests.games:Echo", "task.eval_path=x"), "task.path=FILE"),
+        ((*PLAYED, "task.environment=tests.games:Shp"), ["did you mean Shop?"]),
+        (
+            [word.replace("games:Echo", "games:Ech") for word in mixed(1)],
+            ["task.parts.game.environment=tests.games:Ech: ", "did you mean Echo?"],
+        ),
+        (
+            (*ECHO, "max_new_tokens=3"),
+            [
+                "tests.games:Echo: its first dialogues begin with 3, 3, 3 tokens",
+                "max_new_tokens=3 counts them: no room is left for a turn",
+            ],
+        ),
     ],
 )
-def test_an_environment_that_cannot_be_used_is_told_before_anything_starts(tmp_path, given, said):
-    with ForkedJob(*PLAYED, *given, run_dir=tmp_path / "run") as job:
-        assert job.wait() == 2, job.output
-    assert said in " ".join(job.output.split())
+def test_an_environment_that_cannot_be_used_is_told_before_anything_starts(
+    launch_here, tmp_path, given, said
+):
+    code, found = launch_here(*given, f"run_dir={tmp_path / 'run'}")
+    assert code == BAD_INPUT and all(one in " ".join(found.err.split()) for one in said)
     assert not (tmp_path / "run").exists()
 
 
-def test_an_environment_that_leaves_no_room_for_a_turn_is_told_before_anything_starts(tmp_path):
-    with ForkedJob(*ECHO, "max_new_tokens=3", run_dir=tmp_path / "run") as job:
-        assert job.wait() == 2, job.output
-    said = " ".join(job.output.split())
-    assert "tests.games:Echo: its first dialogues begin with 3, 3, 3 tokens" in said
-    assert "max_new_tokens=3 counts them: no room is left for a turn" in said
-    assert not (tmp_path / "run").exists()
-
-
-def test_an_environment_whose_further_dialogues_leave_room_is_started_with_a_warning(tmp_path):
+def test_an_environment_whose_further_dialogues_leave_room_is_started_with_a_warning(
+    launch_here, tmp_path
+):
     """Its first two leave none."""
-    file = tmp_path / "rows.jsonl"
     rows = [{"prompt": f"{n}=", "answer": "1", "more": "1" * (80 - 30 * n)} for n in range(3)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = refusing(tmp_path, f"task.eval_path={file}", "+dry_run=true")
-    with ForkedJob(*given, run_dir=tmp_path / "run") as job:
-        assert job.wait() == 0, job.output
-    said = " ".join(job.output.split())
-    assert "2 of its first 3 dialogues begin with 50 or more tokens" in said
-    with ForkedJob(*given, "max_new_tokens=20", run_dir=tmp_path / "run") as job:
-        assert job.wait() == 2, job.output
-    assert "its first dialogues begin with 80, 50, 20 tokens" in " ".join(job.output.split())
-
-
-def test_the_reward_of_an_environment_needs_one(tmp_path):
-    with ForkedJob("reward=environment", run_dir=tmp_path / "run") as job:
-        assert job.wait() == 2, job.output
-    assert "no environment plays here; task=environment" in " ".join(job.output.split())
+    file = write_rows(tmp_path / "rows.jsonl", *rows)
+    given = refusing(tmp_path, f"task.eval_path={file}", f"run_dir={tmp_path / 'run'}")
+    code, said = launch_here(*given, "+dry_run=true")
+    told = " ".join((said.out + said.err).split())
+    assert code == 0 and "2 of its first 3 dialogues begin with 50 or more tokens" in told
+    code, said = launch_here(*given, "max_new_tokens=20", "+dry_run=true")
+    assert code == BAD_INPUT
+    assert "its first dialogues begin with 80, 50, 20 tokens" in " ".join(said.err.split())

@@ -1,11 +1,7 @@
 """recipes/evaluate.py: the accuracy that a run reported, of the weights that it saved."""
 
-import dataclasses
-import json
 import re
 import shutil
-import subprocess
-import sys
 from dataclasses import dataclass
 
 import pytest
@@ -16,18 +12,15 @@ from llamarl.errors import CheckpointError
 from llamarl.evaluation import model as evaluated
 from llamarl.evaluation.metrics import pass_at_k
 from llamarl.models.config import tiny_directory
-from recipes import evaluate as evaluate_recipe
-from tests.launching import EVAL_PROMPTS, JOB_S, ROOT, SMALL, STEPS, ForkedJob, environment, untimed
+from recipes import evaluate as recipe
+from tests.build.job import finished_job, run_python
+from tests.build.rows import read_rows
+from tests.launching import EVAL_PROMPTS, ROOT, SMALL, STEPS, untimed
 
 RECIPE = ROOT / "recipes" / "evaluate.py"
 SAMPLES = 4
 BAD_INPUT = 2
 TINY = f"model.path={tiny_directory()}"
-
-
-@pytest.fixture(scope="module")
-def recipe():
-    return evaluate_recipe
 
 
 pytestmark = pytest.mark.usefixtures("process_state")  # the recipe is a program
@@ -44,7 +37,7 @@ class Done:
 
 
 @pytest.fixture
-def evaluate(recipe, tmp_path, monkeypatch, capsys):
+def evaluate(tmp_path, monkeypatch, capsys):
     """The recipe with some words, in this process: to start another would take longer than all that
     it does.
     """
@@ -55,9 +48,7 @@ def evaluate(recipe, tmp_path, monkeypatch, capsys):
         model, *others = map(str, words)
         code = recipe.main([f"model.path={model}", *others, f"out={out}", "threads=1"])
         file, said = tmp_path / out, capsys.readouterr()
-        lines = (
-            [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-        )
+        lines = read_rows(file) if file.is_file() else []
         return Done(code, said.out, said.err, lines)
 
     return run
@@ -65,19 +56,8 @@ def evaluate(recipe, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_it_is_a_program(tmp_path):
-    command = [
-        sys.executable,
-        str(RECIPE),
-        f"model.path={tiny_directory()}",
-        "num_prompts=2",
-        "samples=0",
-        "max_new_tokens=1",
-    ]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=JOB_S, cwd=tmp_path, env=environment()
-    )
-    assert done.returncode == 0, done.stderr
-    assert "greedy   pass@1 " in done.stdout
+    few = ("num_prompts=2", "samples=0", "max_new_tokens=1")
+    assert "greedy   pass@1 " in run_python(RECIPE, TINY, *few, cwd=tmp_path)
 
 
 def percent(value):
@@ -91,19 +71,14 @@ def test_it_finds_the_accuracy_that_the_run_reported(synchronous_run, evaluate, 
     assert done.returncode == 0, done.stderr
     lines = done.lines
     row = synchronous_run.rows[step]
-    assert (
-        len(lines) == EVAL_PROMPTS
-        and sum(line["score"] for line in lines) / EVAL_PROMPTS == row["eval/accuracy"]
-    )
+    assert len(lines) == EVAL_PROMPTS
+    assert sum(line["score"] for line in lines) / EVAL_PROMPTS == row["eval/accuracy"]
     assert sum(line["num_tokens"] for line in lines) / EVAL_PROMPTS == row["eval/length_mean"]
-    assert (
-        f"greedy   pass@1 {percent(row['eval/accuracy'])} of {EVAL_PROMPTS} held-out prompts"
-        in done.stdout
-    )
-    assert all(
-        (line["completion"] == str(eval(line["prompt"].rstrip("=")))) == line["score"]
-        for line in lines
-    )
+    accuracy = f"{percent(row['eval/accuracy'])} of {EVAL_PROMPTS} held-out prompts"
+    assert f"greedy   pass@1 {accuracy}" in done.stdout
+    for line in lines:
+        true = str(eval(line["prompt"].rstrip("=")))
+        assert (line["completion"] == true) == line["score"]
 
 
 @pytest.fixture(scope="module")
@@ -111,20 +86,15 @@ def sampling_run(tmp_path_factory):
     """One that samples held-out prompts, too."""
     sampled = ("max_lag=0", "max_steps=2", f"eval.num_samples={SAMPLES}")
     run_dir = tmp_path_factory.mktemp("sampling") / "run"
-    with ForkedJob(*SMALL, *sampled, run_dir=run_dir) as job:
-        assert job.wait() == 0, job.output
-        yield job
+    return finished_job(*SMALL, *sampled, run_dir=run_dir)
 
 
 @pytest.mark.bitwise("what is sampled of held-out prompts changes nothing that is learned")
 @pytest.mark.slow
 def test_sampling_held_out_prompts_does_not_touch_training(sampling_run, synchronous_run):
-    plain = list(map(without_pass_rates, untimed(sampling_run.rows)))
-    assert plain == untimed(synchronous_run.rows)[:3]
-
-
-def without_pass_rates(row):
-    return {name: value for name, value in row.items() if "pass_at" not in name}
+    for ours, theirs in zip(untimed(sampling_run.rows), untimed(synchronous_run.rows)):
+        assert {name: ours[name] for name in ours if "pass_at" not in name} == theirs
+    assert len(sampling_run.rows) == 3
 
 
 @pytest.mark.slow
@@ -137,28 +107,23 @@ def test_a_run_reports_pass_at_k_from_its_first_version_on_and_the_recipe_finds_
     assert all(0 < row["eval/pass_at_1_sampled"] < row["eval/pass_at_k"] <= 1 for row in evaluated)
     done = evaluate(sampling_run.run_dir, f"samples={SAMPLES}")
     assert done.returncode == 0, done.stderr
-    lines = done.lines
     assert f"pass@1 {percent(rows[2]['eval/pass_at_1_sampled'])}  pass@2 " in done.stdout
-    assert (
-        f"pass@{SAMPLES} {percent(rows[2]['eval/pass_at_k'])}   {SAMPLES} a prompt at temperature 1"
-        in done.stdout
-    )
+    of_all = f"pass@{SAMPLES} {percent(rows[2]['eval/pass_at_k'])}   {SAMPLES} a prompt"
+    assert f"{of_all} at temperature 1" in done.stdout
     scores = {}
-    for line in lines:
+    for line in done.lines:
         if line["sample"]:
             scores.setdefault(line["number"], []).append(line["score"])
-    assert sum(pass_at_k(s, 2) for s in scores.values()) / EVAL_PROMPTS == pytest.approx(
-        float(re.search(r"pass@2 ([\d.]+)%", done.stdout)[1]) / 100, abs=1e-4
-    )
+    told = float(re.search(r"pass@2 ([\d.]+)%", done.stdout)[1]) / 100
+    found = sum(pass_at_k(one, 2) for one in scores.values()) / EVAL_PROMPTS
+    assert found == pytest.approx(told, abs=1e-4)
 
 
 def test_a_model_without_a_run_takes_keys_of_the_main_job(evaluate):
     done = evaluate(tiny_directory(), "num_prompts=7", "samples=0", "max_new_tokens=1")
     assert done.returncode == 0, done.stderr
-    lines = done.lines
-    assert [line["number"] for line in lines] == list(range(7)) and all(
-        line["num_tokens"] == 1 for line in lines
-    )
+    found = [(line["number"], line["num_tokens"]) for line in done.lines]
+    assert found == [(number, 1) for number in range(7)]
 
 
 def test_a_function_is_told_what_was_sampled(evaluate):
@@ -177,7 +142,7 @@ def test_where_all_are_errors_there_is_no_figure(evaluate):
 
 
 def test_lines_that_cannot_be_written_are_said_before_anything_is_answered(
-    recipe, tmp_path, capsys, monkeypatch
+    tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(recipe, "complete_prompts", None)
     (tmp_path / "file").touch()
@@ -187,39 +152,28 @@ def test_lines_that_cannot_be_written_are_said_before_anything_is_answered(
 
 
 def test_figures_are_printed_though_the_lines_could_not_be_written(evaluate):
-    done = evaluate(
-        tiny_directory(), "num_prompts=2", "samples=0", "max_new_tokens=1", out="/dev/full"
-    )
-    assert (
-        done.returncode == BAD_INPUT
-        and "No space left" in done.stderr
-        and "Traceback" not in done.stderr
-    )
+    few = ("num_prompts=2", "samples=0", "max_new_tokens=1")
+    done = evaluate(tiny_directory(), *few, out="/dev/full")
+    assert done.returncode == BAD_INPUT
+    assert "No space left" in done.stderr and "Traceback" not in done.stderr
     assert "greedy   pass@1 " in done.stdout and "written" not in done.stdout
 
 
-def test_the_runs_values_hold_but_for_what_the_command_line_names(recipe, synchronous_run):
-    run, model = synchronous_run.run_dir, tiny_directory()
-    own = load_config(run / "config.yaml")
-    config = evaluated.config_of(evaluated.words_of(model), run, [])
-    assert (config.max_lag, config.generator, config.eval, config.task) == (
-        0,
-        own.generator,
-        own.eval,
-        own.task,
-    )
-    assert config.model.path == str(model)
-    config = evaluated.config_of(
-        evaluated.words_of(model),
-        run,
-        ["generator.max_slots=512", "temperature=0.5", "task=gsm8k", f"task.path={RECIPE}"],
-    )
+def config_of(run, *words):
+    """The config of an evaluation of the tiny model as that of a run, with words of its own."""
+    return evaluated.config_of(evaluated.words_of(tiny_directory()), run, list(words))
+
+
+def test_the_runs_values_hold_but_for_what_the_command_line_names(synchronous_run):
+    own = load_config(synchronous_run.run_dir / "config.yaml")
+    config = config_of(synchronous_run.run_dir)
+    assert config.max_lag == 0 and config.model.path == str(tiny_directory())
+    assert (config.generator, config.eval, config.task) == (own.generator, own.eval, own.task)
+    words = ("temperature=0.5", "task=gsm8k", f"task.path={RECIPE}")
+    config = config_of(synchronous_run.run_dir, "generator.max_slots=512", *words)
     assert config.generator.max_slots == 512, "also a value that is the default"
-    assert (config.temperature, config.task.kind, config.eval.num_prompts) == (
-        0.5,
-        "gsm8k",
-        EVAL_PROMPTS,
-    )
+    assert (config.temperature, config.task.kind) == (0.5, "gsm8k")
+    assert config.eval.num_prompts == EVAL_PROMPTS
     assert config.max_new_tokens == 256  # as the task has it
 
 
@@ -228,33 +182,17 @@ PARTS = ("reward=parts", "reward.parts.a.kind=function", "reward.parts.a.fn=m:f"
 
 
 @pytest.mark.parametrize(
-    "of_the_run, section, name, value",
+    "of_the_run, word",
     [
-        (PARTS, "reward", "max_error_rate", 0.9),
-        ((r"task.system_prompt='pay \${5}'",), "task", "max_prompt_tokens", 9),
+        (PARTS, "reward.max_error_rate=0.9"),
+        ((r"task.system_prompt='pay \${5}'",), "task.max_prompt_tokens=9"),
+        (JUDGE, "reward.url=http://127.0.0.1:8001/v1"),
     ],
 )
-def test_a_key_of_a_section_leaves_the_kind_of_the_run(
-    recipe, tmp_path, of_the_run, section, name, value
-):
-    own = compose_config(list(of_the_run))
-    save_config(own, tmp_path / "config.yaml")
-    config = evaluated.config_of(
-        evaluated.words_of(tiny_directory()), tmp_path, [f"{section}.{name}={value}"]
-    )
-    changed = dataclasses.replace(getattr(own, section), **{name: value})
-    assert getattr(config, section) == changed
-
-
-@pytest.mark.parametrize("name, value", [("url", "http://127.0.0.1:8001/v1")])
-def test_a_key_of_a_scorer_leaves_its_kind(recipe, tmp_path, name, value):
-    own = compose_config(list(JUDGE))
-    save_config(own, tmp_path / "config.yaml")
-    config = evaluated.config_of(
-        evaluated.words_of(tiny_directory()), tmp_path, [f"reward.{name}={value}"]
-    )
-    scorer = dataclasses.replace(own.reward.scorer, **{name: value})
-    assert config.reward == dataclasses.replace(own.reward, scorer=scorer)
+def test_a_key_leaves_the_kind_of_the_run(tmp_path, of_the_run, word):
+    save_config(compose_config(list(of_the_run)), tmp_path / "config.yaml")
+    config, wanted = config_of(tmp_path, word), compose_config([*of_the_run, word])
+    assert (config.reward, config.task) == (wanted.reward, wanted.task)
 
 
 @pytest.mark.parametrize(
@@ -264,10 +202,9 @@ def test_a_key_of_a_scorer_leaves_its_kind(recipe, tmp_path, name, value):
         (("task=reasoning_gym", "task.options.max_digits=1"), ["task=addition"]),
     ],
 )
-def test_another_kind_leaves_nothing_of_the_runs(recipe, tmp_path, of_the_run, given):
+def test_another_kind_leaves_nothing_of_the_runs(tmp_path, of_the_run, given):
     save_config(compose_config(list(of_the_run)), tmp_path / "config.yaml")
-    config = evaluated.config_of(evaluated.words_of(tiny_directory()), tmp_path, given)
-    wanted = compose_config(given)
+    config, wanted = config_of(tmp_path, *given), compose_config(given)
     assert (config.reward, config.task) == (wanted.reward, wanted.task)
 
 
@@ -282,19 +219,19 @@ def test_another_kind_leaves_nothing_of_the_runs(recipe, tmp_path, of_the_run, g
         ([TINY, "against=x.jsonl"], "a judge must compare the two; eval.gold=DIR"),
     ],
 )
-def test_what_cannot_be_used_is_said(recipe, capsys, words, complaint):
+def test_what_cannot_be_used_is_said(capsys, words, complaint):
     assert recipe.main(words) == BAD_INPUT
     assert complaint in capsys.readouterr().err
 
 
-def test_all_that_is_wrong_is_said_at_once(recipe, capsys):
+def test_all_that_is_wrong_is_said_at_once(capsys):
     assert recipe.main(["model.path=nowhere", "num_promts=3", "samples=-1"]) == BAD_INPUT
     said = capsys.readouterr().err
     assert "model.path=nowhere" in said and "num_promts" in said and "samples=-1" in said
     assert said.count("nowhere/config.json") == 0, "of a directory that is not there once is enough"
 
 
-def test_a_damaged_checkpoint_is_named(recipe, synchronous_run, tmp_path, capsys):
+def test_a_damaged_checkpoint_is_named(synchronous_run, tmp_path, capsys):
     step = tmp_path / "checkpoints" / "step_4"
     shutil.copytree(synchronous_run.run_dir / "checkpoints" / "step_4", step)
     weights = step / "hf" / "model.safetensors"
@@ -303,35 +240,27 @@ def test_a_damaged_checkpoint_is_named(recipe, synchronous_run, tmp_path, capsys
     assert "hf/model.safetensors: its contents have changed" in capsys.readouterr().err
 
 
-def test_the_directory_of_a_supervised_job_is_evaluated_by_the_command_line_alone(recipe, tmp_path):
+def test_the_directory_of_a_supervised_job_is_evaluated_by_the_command_line_alone(tmp_path):
     (tmp_path / "config.yaml").write_text("out: sft\nresume: auto\nexamples_per_step: 4\n")
-    config = evaluated.config_of(
-        evaluated.words_of(tiny_directory()), tmp_path, ["max_new_tokens=7"]
-    )
-    assert config == evaluated.config_of(
-        evaluated.words_of(tiny_directory()), None, ["max_new_tokens=7"]
-    )
+    config = config_of(tmp_path, "max_new_tokens=7")
+    assert config == config_of(None, "max_new_tokens=7")
     assert config.max_new_tokens == 7
 
 
-def test_what_is_neither_a_model_nor_a_checkpoint_is_refused(recipe, tmp_path):
-    with pytest.raises(
-        FileNotFoundError,
-        match="neither a Hugging Face directory .* nor a checkpoint .*; give one of these",
-    ):
+def test_what_is_neither_a_model_nor_a_checkpoint_is_refused(tmp_path):
+    neither = "neither a Hugging Face directory .* nor a checkpoint .*; give one of these"
+    with pytest.raises(FileNotFoundError, match=neither):
         evaluated.find_model(tmp_path)
     with pytest.raises(FileNotFoundError, match="neither"):
         evaluated.find_model(tmp_path / "absent")
     (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(
-        FileNotFoundError, match="latest: no such file; a run writes it with its first checkpoint"
-    ):
+    no_file = "latest: no such file; a run writes it with its first checkpoint"
+    with pytest.raises(FileNotFoundError, match=no_file):
         evaluated.find_model(tmp_path)
     step = tmp_path / "checkpoints" / "step_3"
     step.mkdir()
     (step / "manifest.json").write_text("{}")
     (tmp_path / "checkpoints" / "latest").write_text("step_3\n")
-    with pytest.raises(
-        CheckpointError, match="step_3 is damaged:\n  manifest.json: its contents have changed"
-    ):
+    damaged = "step_3 is damaged:\n  manifest.json: its contents have changed"
+    with pytest.raises(CheckpointError, match=damaged):
         evaluated.find_model(tmp_path / "checkpoints" / "latest")

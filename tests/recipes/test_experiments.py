@@ -82,25 +82,81 @@ def test_the_papers_rewards_are_models(settings):
         assert (settings(name).reward.kind == "model") == (name in MODEL_REWARDS)
 
 
-def test_what_the_papers_tables_say(settings):
-    two, three, four = (settings(f"tba_table{number}") for number in (2, 3, 4))
-    batches = [c.groups_per_step * c.trained_per_prompt for c in (two, three, four)]
-    assert batches == [140, 160, 512] and [c.max_steps for c in (two, three, four)] == [
-        1000,
-        256,
-        400,
-    ]
-    episodes = [batch * c.max_steps for batch, c in zip(batches, (two, three, four))]
-    assert episodes == [140_000, 40_960, 204_800]
-    assert two.trainer.warmup_steps + 450 + two.trainer.decay_steps == 1000 and two.group_size == 24
-    beta = three.loss.schedules["beta"]
-    assert (beta.end_step, beta.cut_step) == (256 // 2, 256 // 8)
-    assert (two.max_lag, three.max_lag, four.reference.reset_every, four.buffer.kind) == (
-        None,
-        None,
-        50,
-        "fifo",
-    )
+def of(config, key):
+    """Return the value of a dotted key; completions and trained: of a step."""
+    sizes = {"completions": config.group_size, "trained": config.trained_per_prompt}
+    if key in sizes:
+        return config.groups_per_step * sizes[key]
+    for part in key.split("."):
+        config = config[part] if isinstance(config, dict) else getattr(config, part)
+    return config
+
+
+TABLE_4 = ("async_rlhf_table4", "async_rlhf_table4_rloo", "async_rlhf_table4_online_dpo")
+# Of 131,072 episodes.
+OF_TABLE_4 = """
+lr=3e-6 trainer.schedule=linear temperature=0.7 completions=512 max_steps=256
+task.max_prompt_tokens=512 max_new_tokens=128 trainer.missing_eos_penalty=-1.0 task.chat=False
+trainer.updates_per_batch=1 max_lag=1 updates_in_flight=False reference.kind=frozen
+"""
+# Of 100,000 episodes.
+OF_TABLE_7 = """
+lr=8e-7 trainer.schedule=linear temperature=0.7 completions=256 max_steps=391
+task.max_prompt_tokens=512 max_new_tokens=1024 trainer.missing_eos_penalty=-10.0
+"""
+OF_TABLE_10 = """
+lr=3e-6 trainer.schedule=constant temperature=0.7 group_size=4 task.max_prompt_tokens=512
+max_new_tokens=512
+"""
+# One log Z over all trainer ranks: draw=split.
+OF_RED_TEAMS = """
+max_steps=5000 trained=128 loss.fn=tb loss.options.beta=0.05 reference.kind=frozen
+buffer.sync_period=10 max_lag=None eval.num_samples=1024 eval.num_prompts=1 eval.embedder=start
+task.kind=one_prompt task.chat=False buffer.draw=split
+"""
+NUMBERS = {"3e-6": "3e-06", "8e-7": "8e-07"}  # as Python writes them
+PAPERS = {
+    "tba_table2": "trained=140 max_steps=1000 group_size=24 max_lag=None trainer.warmup_steps=50 "
+    "trainer.decay_steps=500",
+    "tba_table3": "trained=160 max_steps=256 max_lag=None loss.schedules.beta.end_step=128 "
+    "loss.schedules.beta.cut_step=32",
+    "tba_table4": "trained=512 max_steps=400 reference.reset_every=50 buffer.kind=fifo",
+    "tba_red_team_gpt2": f"{OF_RED_TEAMS} buffer.most_on_policy=0.5 buffer.max_size=100000 "
+    "buffer.grow_until=4000 generator.temperature=[0.5,2.0]",
+    "tba_red_team_llama": f"{OF_RED_TEAMS} buffer.most_on_policy=0.6 buffer.max_size=130000 "
+    "buffer.grow_until=None generator.temperature=[0.7,2.0]",
+    TABLE_4[0]: f"{OF_TABLE_4} trainer.reward_kl_coef=0.05 group_size=1 overcommit=512 "
+    "trainer.advantages=gae",
+    TABLE_4[1]: f"{OF_TABLE_4} trainer.reward_kl_coef=0.05 group_size=2 overcommit=256 "
+    "loss.fn=proximal_rloo",
+    TABLE_4[2]: f"{OF_TABLE_4} trainer.reward_kl_coef=0.0 group_size=2 overcommit=256 "
+    "loss.options.beta=0.1",
+    "async_rlhf_table7": f"{OF_TABLE_7} loss.options.beta=0.03",
+    "async_rlhf_table7_ppo": f"{OF_TABLE_7} trainer.reward_kl_coef=0.01",
+    # The authors' code counts the batch of 252 in prompts for Online DPO, and in completions for
+    # RLOO: 516,096 of either.
+    "async_rlhf_table10": f"{OF_TABLE_10} groups_per_step=252 max_steps=512 loss.options.beta=0.05",
+    "async_rlhf_table10_rloo": f"{OF_TABLE_10} completions=252 max_steps=2048 "
+    "trainer.reward_kl_coef=0.05",
+    "oppo": "completions=112 overcommit=oppo trainer.advantages=gae loss.fn=clipped "
+    "trainer.schedule=linear trainer.updates_per_batch=4 governor.increase=1 governor.decrease=1 "
+    "governor.least=0",
+    # A cap from 2 to 10.
+    "llamarl_aipo": "loss.fn=policy_gradient trainer.advantages=group_mean completions=2048 "
+    "updates_in_flight=True loss.options.ratio_cap=4.0",
+    # clip_high from 0.26 to 0.28; pending/batch of at most 2.
+    "magistral": "completions=2048 updates_in_flight=True generator.recompute_kv=False "
+    "reference.kind=none loss.options.clip_high=0.28 loss.options.normalize=groups "
+    "trainer.advantages=group_mean trainer.whiten=completions trainer.filter_groups=True "
+    "trainer.minibatches_per_step=1 trainer.updates_per_batch=1 groups_per_step=128 overcommit=128",
+}
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_what_the_papers_say(name, settings):
+    given = dict(word.split("=") for word in PAPERS[name].split())
+    found = {key: str(of(settings(name), key)).replace(" ", "") for key in given}
+    assert found == {key: NUMBERS.get(value, value) for key, value in given.items()}
 
 
 @pytest.mark.parametrize("name", ["tba_red_team_gpt2", "tba_red_team_llama"])
@@ -119,29 +175,13 @@ def test_a_published_attack_has_a_victim_in_its_own_recipe(name, given, director
     assert dataclasses.replace(config, **of_recipe) == alone
 
 
-def test_what_the_red_teaming_appendix_says(settings):
+def test_temperatures_of_published_attacks_fall(settings):
+    target, reference = "log_reward_temperature", "reference_temperature"
     gpt2, llama = settings("tba_red_team_gpt2"), settings("tba_red_team_llama")
-    for c in (gpt2, llama):
-        assert (c.max_steps, c.groups_per_step * c.trained_per_prompt) == (5000, 128)
-        assert (c.loss.fn, c.loss.options["beta"], c.reference.kind) == ("tb", 0.05, "frozen")
-        assert (c.buffer.sync_period, c.max_lag, c.eval.num_samples) == (10, None, 1024)
-        assert (c.eval.num_prompts, c.eval.embedder) == (1, "start")
-        assert (c.task.kind, c.task.chat) == ("one_prompt", False)
-        assert c.buffer.draw == "split", "one log Z over all trainer ranks"
-    assert (gpt2.buffer.most_on_policy, gpt2.buffer.max_size) == (0.5, 100_000)
-    assert (gpt2.buffer.grow_until, llama.buffer.grow_until) == (4000, None)
-    assert (llama.buffer.most_on_policy, llama.buffer.max_size) == (0.6, 130_000)
-    assert (gpt2.generator.temperature, llama.generator.temperature) == ([0.5, 2.0], [0.7, 2.0])
-    assert options_at(0, config=llama) == {
-        "log_reward_temperature": 2.0,
-        "reference_temperature": 1.0,
-    }
-    assert options_at(1000, config=llama) == {
-        "log_reward_temperature": 1.0,
-        "reference_temperature": pytest.approx(1.1),
-    }
-    assert options_at(2000, config=llama)["reference_temperature"] == 1.2
-    assert options_at(250, config=gpt2) == {"log_reward_temperature": 1.5}
+    assert options_at(0, config=llama) == {target: 2.0, reference: 1.0}
+    assert options_at(1000, config=llama) == {target: 1.0, reference: pytest.approx(1.1)}
+    assert options_at(2000, config=llama)[reference] == 1.2
+    assert options_at(250, config=gpt2) == {target: 1.5}
 
 
 def test_a_reward_model_that_is_not_given_is_told_once(given):
@@ -157,94 +197,19 @@ def test_a_reward_model_that_is_not_given_is_told_once(given):
 
 
 def test_the_command_line_still_changes_an_experiment(given):
-    config = compose_config(
-        [
-            "task=reasoning_gym",
-            "max_steps=700",
-            given[0],
-            "+experiment=tba_table2",
-            "loss.beta=0.014",
-        ]
-    )
-    assert (config.task.kind, config.max_steps, config.loss.options["beta"]) == (
-        "reasoning_gym",
-        700,
-        0.014,
-    )
-
-
-# --- What the papers' tables say, and reduced runs ---
-
-# TBA's have runs of their own in test_replay_runs.py.
-RUN_HERE = [name for name in NAMES if not name.startswith("tba_")]
-# The tiny model never thinks. That a completion of three tokens is too long tells them apart.
-SIGNAL = {"magistral": ("reward.parts.length.options.max_tokens=3",)}
-TABLE_4 = ("async_rlhf_table4", "async_rlhf_table4_rloo", "async_rlhf_table4_online_dpo")
-
-
-def completions(config):
-    return config.groups_per_step * config.group_size
-
-
-def test_table_4_of_async_rlhf(settings):
-    ppo, rloo, dpo = (settings(name) for name in TABLE_4)
-    for c in (ppo, rloo, dpo):
-        assert (c.lr, c.trainer.schedule, c.temperature) == (3e-6, "linear", 0.7)
-        assert completions(c) == 512 and completions(c) * c.max_steps == 131_072
-        assert (c.task.max_prompt_tokens, c.max_new_tokens, c.trainer.missing_eos_penalty) == (
-            512,
-            128,
-            -1,
-        )
-        assert (c.trainer.updates_per_batch, c.max_lag, c.overcommit) == (1, 1, c.groups_per_step)
-        assert not c.updates_in_flight and c.reference.kind != "none"
-    assert (
-        ppo.trainer.reward_kl_coef,
-        rloo.trainer.reward_kl_coef,
-        dpo.trainer.reward_kl_coef,
-    ) == (0.05, 0.05, 0)
-    assert (ppo.group_size, rloo.group_size, dpo.group_size) == (1, 2, 2)
-    assert (ppo.trainer.advantages, rloo.loss.fn, dpo.loss.options["beta"]) == (
-        "gae",
-        "proximal_rloo",
-        0.1,
-    )
-    assert [c.task.chat for c in (ppo, rloo, dpo)] == [False] * 3
-
-
-def test_tables_7_and_10_of_async_rlhf(settings):
-    dpo, ppo = settings("async_rlhf_table7"), settings("async_rlhf_table7_ppo")
-    for c in (dpo, ppo):
-        assert (c.lr, c.trainer.schedule, c.temperature) == (8e-7, "linear", 0.7)
-        assert (completions(c), c.max_steps) == (256, -(-100_000 // 256))
-        assert (c.task.max_prompt_tokens, c.max_new_tokens, c.trainer.missing_eos_penalty) == (
-            512,
-            1024,
-            -10,
-        )
-    assert (dpo.loss.options["beta"], ppo.trainer.reward_kl_coef) == (0.03, 0.01)
-    dpo, rloo = settings("async_rlhf_table10"), settings("async_rlhf_table10_rloo")
-    for c in (dpo, rloo):
-        assert (c.lr, c.trainer.schedule, c.temperature) == (3e-6, "constant", 0.7)
-        assert (c.group_size, c.task.max_prompt_tokens, c.max_new_tokens) == (4, 512, 512)
-        assert completions(c) * c.max_steps == 516_096
-    # The authors' code counts the batch of 252 in prompts for Online DPO, and in completions for
-    # RLOO.
-    assert (dpo.groups_per_step, dpo.max_steps) == (252, 512)
-    assert (completions(rloo), rloo.max_steps) == (252, 2048)
-    assert dpo.loss.options["beta"] == rloo.trainer.reward_kl_coef == 0.05
+    words = ["task=reasoning_gym", "max_steps=700", given[0], "+experiment=tba_table2"]
+    config = compose_config([*words, "loss.beta=0.014"])
+    assert (config.task.kind, config.max_steps) == ("reasoning_gym", 700)
+    assert config.loss.options["beta"] == 0.014
 
 
 def test_table_3_of_tba_keeps_the_baselines_settings(settings):
     """TBA 5.1: those of Async RLHF's table 4, but for what table 3 changes."""
     tba, baseline = settings("tba_table3"), settings("async_rlhf_table4_online_dpo")
-    kept = ("lr", "temperature", "max_new_tokens", "max_steps")
-    assert [getattr(tba, key) for key in kept] == [getattr(baseline, key) for key in kept]
-    for key in ("schedule", "missing_eos_penalty"):
-        assert getattr(tba.trainer, key) == getattr(baseline.trainer, key)
-    for key in ("chat", "max_prompt_tokens"):
-        assert getattr(tba.task, key) == getattr(baseline.task, key)
-    assert (tba.trainer.missing_eos_penalty, tba.task.chat) == (-1.0, False)
+    of_trainer = ("trainer.schedule", "trainer.missing_eos_penalty")
+    of_task = ("task.chat", "task.max_prompt_tokens", "max_new_tokens")
+    for key in ("lr", "temperature", "max_steps", *of_trainer, *of_task):
+        assert of(tba, key) == of(baseline, key)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -267,45 +232,23 @@ def test_ppo_of_async_rlhf_has_a_value_model_that_starts_as_the_reward_model(nam
     assert c.critic_lr == c.lr  # one rate for both
 
 
-def test_oppo_llamarl_and_magistral(settings):
-    oppo, aipo, magistral = (settings(name) for name in ("oppo", "llamarl_aipo", "magistral"))
-    assert (completions(oppo), oppo.overcommit, oppo.trainer.advantages, oppo.loss.fn) == (
-        112,
-        "oppo",
-        "gae",
-        "clipped",
-    )
-    assert (oppo.trainer.schedule, oppo.trainer.updates_per_batch) == ("linear", 4)
-    assert (oppo.governor.increase, oppo.governor.decrease, oppo.governor.least) == (1, 1, 0)
-    assert (aipo.loss.fn, aipo.trainer.advantages) == (
-        "policy_gradient",
-        "group_mean",
-    ) and 2 <= aipo.loss.options["ratio_cap"] <= 10
-    assert completions(aipo) == completions(magistral) == 2048
-    assert (
-        aipo.updates_in_flight
-        and magistral.updates_in_flight
-        and not magistral.generator.recompute_kv
-    )
-    assert (
-        0.26 <= magistral.loss.options["clip_high"] <= 0.28 and magistral.reference.kind == "none"
-    )
-    assert (
-        magistral.loss.options["normalize"] == "groups"
-        and magistral.trainer.advantages == "group_mean"
-    )
-    assert (magistral.trainer.whiten, magistral.trainer.filter_groups) == ("completions", True)
-    assert (
-        magistral.overcommit + magistral.groups_per_step <= 2 * magistral.groups_per_step
-    )  # pending/batch of at most 2
-    assert magistral.trainer.minibatches_per_step == magistral.trainer.updates_per_batch == 1
+# --- reduced runs ---
+
+# TBA's have runs of their own in test_replay_runs.py.
+RUN_HERE = [name for name in NAMES if not name.startswith("tba_")]
+# The tiny model never thinks. That a completion of three tokens is too long tells them apart.
+SIGNAL = {"magistral": ("reward.parts.length.options.max_tokens=3",)}
+SMALL = """
+model=tiny task=addition task.max_prompt_tokens=16 task.chat=false groups_per_step=8
+max_new_tokens=6 threads=1 max_steps=2 eval.num_prompts=20 eval.every=2 checkpoint.every=0
+""".split()
 
 
 @pytest.mark.parametrize("name", TABLE_4)
 def test_minibatches_keep_minibatch_updates_and_episodes(settings, name):
     c = settings(name, "trainer.minibatches_per_step=4")
-    assert completions(c) / 4 == 512
-    assert (c.max_steps * 4, completions(c) * c.max_steps) == (256, 131_072)
+    assert of(c, "completions") / 4 == 512
+    assert (c.max_steps * 4, of(c, "completions") * c.max_steps) == (256, 131_072)
 
 
 def test_a_number_of_steps_that_does_not_divide_is_rounded_up(settings):
@@ -330,24 +273,9 @@ def test_it_runs_at_a_reduced_size(name, tmp_path):
     if name == "magistral":
         for package in ("math_verify", "py3langid"):
             pytest.importorskip(package, reason="its reward needs the extras math and language")
-    small = (
-        *SIGNAL.get(name, ()),
-        *reward_of(name, tmp_path),
-        "model=tiny",
-        "task=addition",
-        "task.max_prompt_tokens=16",
-        "task.chat=false",
-        "groups_per_step=8",
-        "max_new_tokens=6",
-        "threads=1",
-        "max_steps=2",
-        "eval.num_prompts=20",
-        "eval.every=2",
-        "checkpoint.every=0",
-    )
-    rows = finished_job(f"+experiment={name}", *small, run_dir=tmp_path / "run").rows
-    assert [row["step"] for row in rows] == [0, 1, 2] and any(
-        row["grad_norm"] > 0 for row in rows[1:]
-    )
+    given = (*SIGNAL.get(name, ()), *reward_of(name, tmp_path), *SMALL)
+    rows = finished_job(f"+experiment={name}", *given, run_dir=tmp_path / "run").rows
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert any(row["grad_norm"] > 0 for row in rows[1:])
     # Null also in a step whose groups are each of one reward, which by chance some are.
     assert all(row["kl/ref"] is None for row in rows[1:]) == (name in ("llamarl_aipo", "magistral"))

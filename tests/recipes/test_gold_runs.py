@@ -2,7 +2,6 @@
 each evaluation, and how likely the model that the policy began as finds the answers.
 """
 
-import json
 import math
 import os
 import re
@@ -18,10 +17,14 @@ from llamarl.evaluation.report import shown_rate
 from llamarl.evaluation.win_rate import WinRate
 from llamarl.models.config import tiny_directory
 from recipes import evaluate
-from tests.launching import EVAL_PROMPTS, SMALL, ForkedJob, environment, untimed
+from tests.build.job import finished_job
+from tests.build.rows import read_rows, write_rows
+from tests.launching import EVAL_PROMPTS, SMALL, environment, untimed
 from tests.random_models import swap_tokens
 from tests.scorers import SCORES, score_of, write_scorer
 from tests.tolerances import rounding
+
+pytestmark = pytest.mark.usefixtures("process_state")
 
 NATS = rounding(terms=128, depth=2 * 8, size=4.0)
 USER_MODULE = '''
@@ -47,9 +50,7 @@ def run(gold, tmp_path_factory):
     path, _ = gold
     given = (f"eval.gold={path}", f"eval.base={tiny_directory()}")
     run_dir = tmp_path_factory.mktemp("gold_run") / "run"
-    with ForkedJob(*GIVEN, *given, run_dir=run_dir) as job:
-        assert job.wait() == 0, job.output
-        yield job
+    return finished_job(*GIVEN, *given, run_dir=run_dir)
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +61,7 @@ def evaluated(run, tmp_path_factory):
     out = tmp_path_factory.mktemp("answers") / "answers.jsonl"
     with redirect_stdout(StringIO()) as said:
         assert evaluate.main([f"model.path={run.checkpoint}", f"out={out}", "threads=1"]) == 0
-    return said.getvalue(), [json.loads(line) for line in out.read_text().splitlines()]
-
-
-@pytest.fixture
-def answers(evaluated):
-    return evaluated[1]
+    return said.getvalue(), read_rows(out)
 
 
 def ids_of(tokenizer, completion):
@@ -79,9 +75,9 @@ def score_of_answer(model, tokenizer, prompt, completion):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("process_state")
-def test_a_run_reports_what_transformers_says_of_its_answers(run, gold, answers):
+def test_a_run_reports_what_transformers_says_of_its_answers(run, gold, evaluated):
     _, model = gold
+    _, answers = evaluated
     tokenizer = AutoTokenizer.from_pretrained(tiny_directory())
     last = run.rows[-1]
     assert [row["step"] for row in run.rows if "eval/gold" in row] == [0, 2]
@@ -101,13 +97,12 @@ def test_a_run_reports_what_transformers_says_of_its_answers(run, gold, answers)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("process_state")
 @torch.no_grad()
-def test_a_run_reports_the_perplexity_of_transformers(run, answers):
+def test_a_run_reports_the_perplexity_of_transformers(run, evaluated):
     tokenizer = AutoTokenizer.from_pretrained(tiny_directory())
     base = AutoModelForCausalLM.from_pretrained(tiny_directory(), dtype=torch.float32)
     total = count = 0
-    for line in answers:
+    for line in evaluated[1]:
         prompt = tokenizer.encode(line["prompt"])
         answer = ids_of(tokenizer, line["completion"])
         logprobs = base(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
@@ -121,8 +116,7 @@ def test_a_run_reports_the_perplexity_of_transformers(run, answers):
 @pytest.mark.bitwise("what is judged beside a run changes nothing that is learned")
 @pytest.mark.slow
 def test_gold_changes_nothing_that_is_learned(run, tmp_path):
-    with ForkedJob(*GIVEN, run_dir=tmp_path / "run") as job:
-        assert job.wait() == 0, job.output
+    job = finished_job(*GIVEN, run_dir=tmp_path / "run")
     for plain, judged in zip(untimed(job.rows), untimed(run.rows), strict=True):
         assert plain == {name: judged[name] for name in plain}
 
@@ -140,8 +134,7 @@ def test_ranks_that_share_gold_and_base_judge_as_one_rank_does(run, gold, tmp_pa
         given += ["reward=model", f"reward.path={path}", "max_steps=1"]
     if kind == "split model":
         given.append("reward.tensor_parallel=2")
-    with ForkedJob(*given, run_dir=tmp_path / "run", ranks=3) as job:
-        assert job.wait() == 0, job.output
+    job = finished_job(*given, run_dir=tmp_path / "run", ranks=3)
     # Of the policy as it began: rounding grows in later ones, and another reward makes others.
     ours, theirs = job.rows[0], run.rows[0]
     assert ours["step"] == theirs["step"] == 0
@@ -160,8 +153,7 @@ def test_gold_may_be_a_function_and_beside_a_lagging_trainer(tmp_path):
     (tmp_path / "user_gold.py").write_text(USER_MODULE)
     env = {"PYTHONPATH": os.pathsep.join([environment()["PYTHONPATH"], str(tmp_path)])}
     given = (*SMALL, "eval.gold=user_gold:close", "max_lag=1")
-    with ForkedJob(*given, run_dir=tmp_path / "run", ranks=2, env=env) as job:
-        assert job.wait() == 0, job.output
+    job = finished_job(*given, run_dir=tmp_path / "run", ranks=2, env=env)
     judged = [row for row in job.rows if "eval/gold" in row]
     assert [row["step"] for row in judged] == [0, 2, 4]
     for row in judged:
@@ -182,9 +174,9 @@ BASE = f"eval.base={tiny_directory()}"
 def users_folder(tmp_path, monkeypatch):
     """The current directory, with a gold function and files of answers."""
     (tmp_path / "user_gold.py").write_text(USER_MODULE)
-    good = '{"prompt": "1+1=", "completion": "2"}\n'
-    (tmp_path / "short.jsonl").write_text(good)
-    (tmp_path / "bad.jsonl").write_text(good + '{"prompt": "1+1="}\n')
+    good = {"prompt": "1+1=", "completion": "2"}
+    write_rows(tmp_path / "short.jsonl", good)
+    write_rows(tmp_path / "bad.jsonl", good, {"prompt": "1+1="})
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -198,14 +190,12 @@ def judged(users_folder, capsys):
         code = evaluate.main([*given, *words, "out=out.jsonl"])
         said = capsys.readouterr()
         assert code == 0, said.err
-        lines = [json.loads(line) for line in (users_folder / "out.jsonl").read_text().splitlines()]
-        return said.out, lines
+        return said.out, read_rows(users_folder / "out.jsonl")
 
     return run
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("process_state")
 def test_evaluate_says_what_the_run_said(run, evaluated):
     said, _ = evaluated
     last = run.rows[-1]
@@ -215,7 +205,6 @@ def test_evaluate_says_what_the_run_said(run, evaluated):
     assert f"gold     {last['eval/gold']:.4g} by " in said
 
 
-@pytest.mark.usefixtures("process_state")
 def test_evaluate_beats_the_answers_of_rows_of_files_and_of_models(judged, tmp_path):
     said, lines = judged(GOLD)
     right = [line["completion"] == line["against"] for line in lines]
@@ -224,12 +213,11 @@ def test_evaluate_beats_the_answers_of_rows_of_files_and_of_models(judged, tmp_p
     assert f"win rate {sum(right) / 2 / len(lines):.1%} [" in said
     assert f"over references, {sum(right)} ties" in said
     # Of other answers: those of a file, greedy ones alone, and those of another model.
-    file = tmp_path / "others.jsonl"
     others = []
     for line in lines:
         others.append({"prompt": line["prompt"], "completion": "wrong", "sample": 1})
         others.append({"prompt": line["prompt"], "completion": "1000", "sample": 0})
-    file.write_text("".join(json.dumps(other) + "\n" for other in others))
+    file = write_rows(tmp_path / "others.jsonl", *others)
     # Where the rows have none under this key it is not missed.
     said, lines = judged(GOLD, f"against={file}", "eval.reference_key=summary")
     assert {line["against"] for line in lines} == {"1000"}
@@ -239,7 +227,6 @@ def test_evaluate_beats_the_answers_of_rows_of_files_and_of_models(judged, tmp_p
     assert "no pair's lengths tell it from quality" in said
 
 
-@pytest.mark.usefixtures("process_state")
 def test_a_model_of_other_tokens_may_be_beaten_too(judged, tmp_path):
     other = shutil.copytree(tiny_directory(), tmp_path / "other")
     swap_tokens(other)
@@ -248,13 +235,12 @@ def test_a_model_of_other_tokens_may_be_beaten_too(judged, tmp_path):
     texts = [(line["completion"], line["against"]) for line in lines]
     assert any(ours != theirs for ours, theirs in texts)
     unseen = [line for line in lines if not set("78") & set(line["prompt"])]
-    assert unseen and all(
-        line["against"] == line["completion"].translate(str.maketrans("78", "87"))
-        for line in unseen
-    )
+    assert unseen
+    for line in unseen:
+        swapped = line["completion"].translate(str.maketrans("78", "87"))
+        assert line["against"] == swapped
 
 
-@pytest.mark.usefixtures("process_state")
 def test_gold_that_is_the_reward_says_what_the_reward_says(judged, gold):
     path, _ = gold
     said, lines = judged("reward=model", f"reward.path={path}", f"eval.gold={path}")
@@ -263,7 +249,6 @@ def test_gold_that_is_the_reward_says_what_the_reward_says(judged, gold):
     assert f"greedy   reward {mean} of {len(lines)} held-out prompts" in said
 
 
-@pytest.mark.usefixtures("process_state")
 @pytest.mark.parametrize(
     "words, complaint",
     [
@@ -280,7 +265,6 @@ def test_what_cannot_judge_is_said(words, complaint, capsys, users_folder):
     assert complaint in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("process_state")
 def test_a_base_that_scores_is_none(gold, capsys, tmp_path, monkeypatch):
     path, _ = gold
     monkeypatch.chdir(tmp_path)

@@ -2,7 +2,6 @@
 reward, trainer, weights, canary, evaluation and checkpoints.
 """
 
-import json
 import runpy
 import sys
 
@@ -11,8 +10,11 @@ import pytest
 # What a recipe loads: it loads faster where there is no GPU that is not there.
 from executors import build, generator, reward, trainer  # noqa: F401
 from llamarl.comm import groups
+from tests.build.rows import read_rows
 from tests.house import ROOT
 from tests.imagined_gpu import imagined_gpu
+
+pytestmark = pytest.mark.slow
 
 RECIPE = ROOT / "recipes" / "llama_async.py"
 TINY = [
@@ -43,13 +45,11 @@ def run(run_here, monkeypatch, tmp_path):
         with imagined_gpu() as gpu:
             code, said = run_here(lambda: runpy.run_path(str(RECIPE), run_name="__main__"))
         assert code in (0, None), said
-        lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines], gpu
+        return read_rows(tmp_path / "run" / "metrics.jsonl"), gpu
 
     return run
 
 
-@pytest.mark.slow
 def test_the_default_job_runs_on_a_gpu(run):
     rows, gpu = run()
     assert rows[-1]["step"] == 2 and rows[-1]["eval/accuracy"] is not None
@@ -60,7 +60,6 @@ def test_the_default_job_runs_on_a_gpu(run):
     assert any(done.what == "replay" for done in gpu.streams.log)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("overrides", VARIANTS.values(), ids=VARIANTS)
 def test_other_jobs_run_on_a_gpu(run, overrides):
     rows, _ = run(*overrides)

@@ -16,15 +16,9 @@ def judged_by(server):
 
 def run_judged_by(server, folder, *overrides):
     """The job, which has ended, and its exit code."""
-    job = ForkedJob(
-        *judged_by(server),
-        "eval.every=0",
-        "groups_per_step=8",
-        "group_size=4",
-        *overrides,
-        run_dir=folder / "run",
-        env={"JUDGE_KEY": KEY},
-    )
+    small = ("eval.every=0", "groups_per_step=8", "group_size=4")
+    given = (*judged_by(server), *small, *overrides)
+    job = ForkedJob(*given, run_dir=folder / "run", env={"JUDGE_KEY": KEY})
     with job:
         return job, job.wait()
 
@@ -46,25 +40,16 @@ def test_a_run_learns_from_a_judge_and_writes_no_key(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_judge_who_answers_nonsense_ends_the_run(tmp_path):
-    with JudgeServer(lambda question: "lovely") as server:
-        job, code = run_judged_by(server, tmp_path, "max_steps=50")
-    assert code == 1
-    assert "above reward.max_error_rate=0.1" in job.output
-    assert 'judge nonsense: no "Score: N" in the reply: lovely' in job.output
-    assert "Traceback" not in job.output
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "reply, said",
     [
+        ("lovely", 'judge nonsense: no "Score: N" in the reply: lovely'),
         (NO_REPLY, "judge slow: no reply in reward.timeout_s=5"),
         (HANG_UP, "judge down: "),
     ],
-    ids=["slow", "down"],
+    ids=["nonsense", "slow", "down"],
 )
-def test_a_judge_who_is_slow_or_goes_down_ends_the_run(tmp_path, reply, said):
+def test_a_judge_who_is_of_no_use_ends_the_run(tmp_path, reply, said):
     impatient = ("reward.timeout_s=5", "reward.max_retries=0", "reward.max_parallel=64")
     with JudgeServer(lambda question: reply) as server:
         job, code = run_judged_by(server, tmp_path, *impatient, "max_steps=50")

@@ -2,8 +2,6 @@
 input.
 """
 
-import shutil
-
 import pytest
 import torch
 
@@ -12,6 +10,7 @@ from llamarl.models.build import build_decoder, read_config
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_weights
 from tests.build.job import finished_job
+from tests.build.model_directory import copy_tiny
 from tests.launching import SMALL, STEPS, ForkedJob, untimed
 from tests.tolerances import of_logprobs, rounding
 
@@ -45,11 +44,9 @@ def test_one_process_and_two_ranks_sample_and_train_on_the_same_bits(runs):
 
 
 def test_fresh_tokens_agree_between_trainer_and_generator(synchronous_run):
-    assert all(
-        0 <= row["parity/logprob_diff_max"] <= 1e-4
-        for row in synchronous_run.rows[1:]
-        if row["tokens/trained"] and row["grad_norm"]
-    )
+    for row in synchronous_run.rows[1:]:
+        if row["tokens/trained"] and row["grad_norm"]:
+            assert 0 <= row["parity/logprob_diff_max"] <= 1e-4
 
 
 def test_lag_stays_within_its_bound(runs):
@@ -57,12 +54,12 @@ def test_lag_stays_within_its_bound(runs):
     assert max(lags) <= 1 and len(lags) == STEPS
 
 
+BOTH_TRAIN = ("placement.trainer=[0,1]", "placement.generator=[1]", "trainer.replicate=2")
+
+
 @pytest.mark.parametrize(
     "ranks, placement",
-    [
-        (None, ()),
-        (2, ("placement.trainer=[0,1]", "placement.generator=[1]", "trainer.replicate=2")),
-    ],
+    [(None, ()), pytest.param(2, BOTH_TRAIN, marks=pytest.mark.slow)],
     ids=["one process", "both ranks train"],
 )
 def test_beside_its_trainer_a_generator_samples_with_the_newest_weights(tmp_path, ranks, placement):
@@ -82,36 +79,23 @@ def test_a_run_leaves_its_config_and_a_model_that_transformers_loads(runs):
     ids = torch.tensor([AutoTokenizer.from_pretrained(hf)("12+34=").input_ids])
     theirs = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32)(ids).logits[0]
     decoder = load_weights(build_decoder(read_config(hf)), hf)
-    ours = decoder(
-        ids[0], torch.arange(ids.numel()), PackedAttention(torch.tensor([0, ids.numel()]))
-    )
+    size = ids.numel()
+    ours = decoder(ids[0], torch.arange(size), PackedAttention(torch.tensor([0, size])))
     assert torch.allclose(ours, theirs, atol=EXPORTED)
-    before = load_weights(build_decoder(read_config(tiny_directory())), tiny_directory())
-    assert not torch.equal(before.tok_embeddings.weight, decoder.tok_embeddings.weight), (
-        "the exported model was not trained"
-    )
-
-
-def test_a_directory_with_a_run_is_not_used_again_by_accident(launch_here, runs, tmp_path):
-    run_dir = shutil.copytree(runs("asynchronous").run_dir, tmp_path / "run")
-    code, output = launch_here(*SMALL, f"run_dir={run_dir}")
-    assert code == BAD_INPUT and "holds a run already; go on with resume=auto" in output.err
+    before = load_weights(build_decoder(TINY), tiny_directory()).tok_embeddings.weight
+    assert not torch.equal(before, decoder.tok_embeddings.weight), "it was not trained"
 
 
 def test_a_malformed_line_of_data_is_named(launch_here, tmp_path):
     data = tmp_path / "train.jsonl"
     data.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n')
-    code, output = launch_here(
-        "task=jsonl", f"task.path={data}", f"run_dir={tmp_path / 'run'}", "max_new_tokens=6"
-    )
+    given = ("task=jsonl", f"task.path={data}", "max_new_tokens=6")
+    code, output = launch_here(*given, f"run_dir={tmp_path / 'run'}")
     assert code == BAD_INPUT and f"{data}:2" in output.err
 
 
 def test_truncated_weights_are_named(launch_here, tmp_path):
-    model = tmp_path / "model"
-    model.mkdir()
-    for file in tiny_directory().iterdir():
-        (model / file.name).write_bytes(file.read_bytes())
+    model = copy_tiny(tmp_path / "model")
     whole = (model / "model.safetensors").read_bytes()
     (model / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     code, output = launch_here(f"model.path={model}", f"run_dir={tmp_path / 'run'}")
@@ -121,12 +105,17 @@ def test_truncated_weights_are_named(launch_here, tmp_path):
 def test_a_dry_run_shows_the_plan_scores_samples_and_writes_nothing(launch_here, tmp_path):
     code, output = launch_here("+dry_run=true", f"run_dir={tmp_path / 'run'}")
     assert code == 0, output.err
-    assert (
-        "rank 0   trainer, generator, reward, 0." in output.out
-        and output.out.count("\nsample ") == 3
-        and "bytes a sync" in output.out
-    )
+    assert "rank 0   trainer, generator, reward, 0." in output.out
+    assert output.out.count("\nsample ") == 3 and "bytes a sync" in output.out
     assert not (tmp_path / "run").exists()
+
+
+def assert_alike(row, want, exact=(), rounded=()):
+    """Two rows of metrics with the same values of some columns, and of others but for rounding."""
+    for name in ("reward/mean", "tokens/trained", *exact):
+        assert row[name] == want[name], name
+    for name in ("loss/value", "grad_norm", *rounded):
+        assert row[name] == pytest.approx(want[name], abs=SHARDED, rel=SHARDED), name
 
 
 @pytest.mark.slow
@@ -142,18 +131,7 @@ def test_any_placement_trains_alike(synchronous_run, tmp_path, ranks, placement)
     rows, want = job.rows, synchronous_run.rows
     assert [r["step"] for r in rows] == [r["step"] for r in want]
     assert rows[0]["eval/accuracy"] == want[0]["eval/accuracy"]
-    for name in ("reward/mean", "tokens/trained", "lag/max"):
-        assert rows[1][name] == want[1][name]
-    for name in ("loss/value", "grad_norm"):
-        assert rows[1][name] == pytest.approx(want[1][name], abs=SHARDED, rel=SHARDED)
-
-
-@pytest.mark.slow
-def test_a_reference_adds_its_kl_and_every_row_has_it(tmp_path):
-    given = (*SMALL, "reference=frozen", "loss.kl_coef=0.01")
-    rows = finished_job(*given, run_dir=tmp_path / "run", ranks=2).rows
-    assert rows[1]["kl/ref"] == pytest.approx(0.0, abs=1e-4)  # the policy is the reference still
-    assert rows[STEPS]["kl/ref"] > 0
+    assert_alike(rows[1], want[1], exact=["lag/max"])
 
 
 @pytest.mark.slow
@@ -174,21 +152,14 @@ def test_a_step_that_changed_nothing_ends_a_run_where_there_was_a_gradient(
 def test_replicas_and_tensor_parallel_trainers_train_as_one_rank_does(
     synchronous_run, tmp_path, topology
 ):
-    five = (
-        "placement.trainer=[0,1,2,3]",
-        "placement.generator=[4]",
-        "max_lag=0",
-        "max_steps=3",
-        "eval.every=0",
-    )
+    five = ("placement.trainer=[0,1,2,3]", "placement.generator=[4]")
+    five += ("max_lag=0", "max_steps=3", "eval.every=0")
     rows = finished_job(*SMALL, *five, topology, run_dir=tmp_path / "run", ranks=5).rows
     want = synchronous_run.rows
     assert [r["step"] for r in rows] == [1, 2, 3]
     # Later ones are of policies that rounding has moved; tests/ranks/test_topologies.py has those.
-    for name in ("reward/mean", "tokens/trained", "tokens/generated", "lag/max"):
-        assert rows[0][name] == want[1][name]
-    for name in ("loss/value", "grad_norm", "entropy", "ratio/mean"):
-        assert rows[0][name] == pytest.approx(want[1][name], abs=SHARDED, rel=SHARDED)
+    exact, rounded = ("tokens/generated", "lag/max"), ("entropy", "ratio/mean")
+    assert_alike(rows[0], want[1], exact, rounded)
 
 
 def known(name, rows):
@@ -204,10 +175,7 @@ def test_scales_of_rows_that_trainer_ranks_share_are_those_of_whole_rows(tmp_pat
     three = ("placement.trainer=[0,1]", "placement.generator=[2]", "trainer.tensor_parallel=2")
     rows = finished_job(*SMALL, *common, *three, run_dir=tmp_path / "run", ranks=3).rows
     assert len(rows) == len(want)
-    for name in ("reward/mean", "tokens/trained", "tokens/generated"):
-        assert rows[0][name] == want[0][name]
-    for name in ("loss/value", "grad_norm"):
-        assert rows[0][name] == pytest.approx(want[0][name], abs=SHARDED, rel=SHARDED)
+    assert_alike(rows[0], want[0], exact=["tokens/generated"])
     # Of each version, in the row of the step that it sampled.
     divergence = known("weights/quantization_kl", rows)
     expected = known("weights/quantization_kl", want)
@@ -231,15 +199,10 @@ def test_two_ranks_that_share_the_generators_model_train_as_one_does(
     job = finished_job(*SMALL, *three, run_dir=tmp_path / "run", ranks=3)
     rows, want = job.rows, synchronous_run.rows
     assert "generator 1,2 (tensor parallel 2)" in job.output
-    assert [r["step"] for r in rows] == [0, 1, 2, 3] and all(r["grad_norm"] > 0 for r in rows[1:2])
+    assert [r["step"] for r in rows] == [0, 1, 2, 3] and rows[1]["grad_norm"] > 0
     assert [r["step"] for r in rows if r.get("eval/accuracy") is not None] == [0, 3]
-    fresh = [
-        r["parity/logprob_diff_max"] for r in rows[1:] if r["parity/logprob_diff_max"] is not None
-    ]
+    fresh = known("parity/logprob_diff_max", rows[1:])
     assert fresh and max(fresh) <= 1e-4
     if lag == 0:
         assert rows[0]["eval/accuracy"] == want[0]["eval/accuracy"]
-        for name in ("reward/mean", "tokens/trained", "tokens/generated", "lag/max"):
-            assert rows[1][name] == want[1][name]
-        for name in ("loss/value", "grad_norm"):
-            assert rows[1][name] == pytest.approx(want[1][name], abs=SHARDED, rel=SHARDED)
+        assert_alike(rows[1], want[1], exact=["tokens/generated", "lag/max"])

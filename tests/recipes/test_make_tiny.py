@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from safetensors.torch import load_file
 
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
+from tests.build.job import run_python
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -64,11 +63,9 @@ def test_the_teacher_forgets_the_carry_more_often_with_large_numbers(maker):
 
 @pytest.mark.slow
 def test_the_maker_trains_a_model_from_nothing(tmp_path):
-    size = "max_steps=3 examples_per_step=16 task.num_eval=20".split()
+    size = ("max_steps=3", "examples_per_step=16", "task.num_eval=20")
     place = tmp_path / "out"
-    command = [sys.executable, str(BENCHMARKS / "make_tiny.py"), f"model={place}"]
-    done = subprocess.run([*command, *size], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
+    run_python(BENCHMARKS / "make_tiny.py", f"model={place}", *size, timeout_s=600)
     assert {file.name for file in place.iterdir()} == {f.name for f in tiny_directory().iterdir()}
     tensors = load_file(place / "model.safetensors")
     assert {t.dtype for t in tensors.values()} == {torch.bfloat16}

@@ -2,9 +2,6 @@
 on with, and judged afterwards.
 """
 
-import os
-import signal
-
 import pytest
 
 from recipes import evaluate
@@ -12,6 +9,8 @@ from tests.build.job import finished_job
 from tests.launching import SMALL, ForkedJob, untimed
 from tests.random_models import swap_tokens
 from tests.scorers import SCORES, spoil_head, write_scorer
+
+pytestmark = pytest.mark.slow
 
 EXIT_FAILED = 1
 
@@ -30,7 +29,6 @@ def run(scorer, tmp_path_factory):
     return finished_job(*SMALL, *scorer, "max_lag=0", run_dir=run_dir, ranks=2)
 
 
-@pytest.mark.slow
 def test_a_policy_is_trained_against_a_model_on_two_ranks(run):
     last = run.rows[-1]
     assert last["reward/error_rate"] == 0 and last["eval/errors"] == 0
@@ -43,7 +41,6 @@ def test_a_policy_is_trained_against_a_model_on_two_ranks(run):
     assert told
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("process_state")
 def test_evaluate_says_what_the_run_said(run, capsys, tmp_path):
     out = tmp_path / "answers.jsonl"
@@ -51,32 +48,27 @@ def test_evaluate_says_what_the_run_said(run, capsys, tmp_path):
     assert f"reward {run.rows[-1]['eval/reward']:.4g} of 20" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("split", ["reward.tensor_parallel=2", "reward.tensor_parallel=1"])
 def test_ranks_that_share_the_scorer_reward_alike(run, scorer, tmp_path, split):
     placed = ("placement.trainer=[0]", "placement.generator=[1]", "placement.reward=[1,2]")
-    job = finished_job(
-        *SMALL, *scorer, *placed, split, "max_lag=0", run_dir=tmp_path / "run", ranks=3
-    )
-    for name in ("eval/reward", "reward/mean"):
-        ours, theirs = job.rows[:2], run.rows[:2]
-        for one, other in zip(ours, theirs):
-            if other.get(name) is not None:
+    given = (*SMALL, *scorer, *placed, split, "max_lag=0")
+    job = finished_job(*given, run_dir=tmp_path / "run", ranks=3)
+    for one, other in zip(job.rows[:2], run.rows[:2]):
+        for name in other.keys() & {"eval/reward", "reward/mean"}:
+            if other[name] is not None:
                 assert one[name] == pytest.approx(other[name], abs=SCORES)
 
 
-@pytest.mark.slow
 def test_scores_that_are_not_finite_end_the_run(tmp_path):
     write_scorer(tmp_path)
     spoil_head(tmp_path)
-    given = ("reward=model", f"reward.path={tmp_path}", "max_steps=50")
-    with ForkedJob(*SMALL, *given, run_dir=tmp_path / "run") as job:
+    given = (*SMALL, "reward=model", f"reward.path={tmp_path}", "max_steps=50")
+    with ForkedJob(*given, run_dir=tmp_path / "run") as job:
         assert job.wait() == EXIT_FAILED, job.output
     assert "above reward.max_error_rate=0.1" in job.output
     assert "the score is nan" in job.output and "Traceback" not in job.output
 
 
-@pytest.mark.slow
 def test_a_scorer_of_another_vocabulary_reads_the_text(tmp_path):
     write_scorer(tmp_path)
     swap_tokens(tmp_path)
@@ -87,7 +79,6 @@ def test_a_scorer_of_another_vocabulary_reads_the_text(tmp_path):
 
 
 @pytest.mark.bitwise("offloading changes no number")
-@pytest.mark.slow
 def test_executors_that_take_turns_train_the_same(scorer, tmp_path):
     parts = (
         "reward=parts",
@@ -104,27 +95,19 @@ def test_executors_that_take_turns_train_the_same(scorer, tmp_path):
     assert found[0] == found[1]
 
 
-@pytest.mark.slow
 def test_a_killed_rank_of_a_scorer_costs_no_step_that_was_trained(scorer, tmp_path):
     """Rank 1 leads the scorer, and rank 2 follows."""
-    given = (
-        *SMALL,
-        *scorer,
-        "placement.trainer=[0]",
-        "placement.generator=[0]",
-        "placement.reward=[1,2]",
-        "checkpoint.every=1000",
-        "eval.every=0",
-    )
+    placed = ("placement.trainer=[0]", "placement.generator=[0]", "placement.reward=[1,2]")
+    given = (*SMALL, *scorer, *placed, "checkpoint.every=1000", "eval.every=0")
     run_dir = tmp_path / "run"
     with ForkedJob(*given, "max_steps=100000", run_dir=run_dir, ranks=3) as job:
-        job.until(lambda: len(job.rows) >= 3, "three steps")
-        os.kill(job.rank_pids()[2], signal.SIGKILL)
+        job.until_rows(3)
+        job.signal_rank(2)
         assert job.wait() == EXIT_FAILED, job.output
         assert "rank 2 (reward)" in job.output, job.output
         assert "was sealed after that" in job.output, job.output
-        step = int(job.checkpoint.name.removeprefix("step_"))
-        assert step >= 3
+    step = job.saved_step
+    assert step >= 3
     more = f"max_steps={step + 2}"
     job = finished_job(*given, more, "resume=auto", run_dir=run_dir, ranks=3)
     assert [row["step"] for row in job.rows] == list(range(1, step + 3))

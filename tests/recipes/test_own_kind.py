@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import uuid
@@ -10,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.build.rows import read_rows, write_rows
 from tests.forkery import Forkery
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "llamarl" / "models" / "tiny"
@@ -144,14 +146,14 @@ def start(tree, tmp_path_factory):
 
 
 def rows(run_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return read_rows(run_dir / "metrics.jsonl")[1:]
 
 
 def samples(run_dir: Path) -> list[dict]:
     """The answers of all evaluations."""
     found = []
     for file in sorted((run_dir / "samples").iterdir()):
-        found += [json.loads(line) for line in file.read_text().splitlines()]
+        found += read_rows(file)
     assert len(found) == 3 * 8, "at the start and after each of two steps"
     return found
 
@@ -186,36 +188,32 @@ def right(sample: dict) -> bool:
     return sample["completion"].strip() == str(int(first) + int(second))
 
 
-@pytest.mark.slow
 def test_a_run_is_rewarded_by_a_kind_of_ones_own(start, tmp_path):
     given = ("reward=length", f"reward.rate={RATE}")
     said = start(*SMALL, *given, f"run_dir={tmp_path}/run")
     assert "tried on 3 samples" in said
     for sample in samples(tmp_path / "run"):
         assert sample["score"] == -RATE * sample["num_tokens"]
-    for row in rows(tmp_path / "run")[1:]:
+    for row in rows(tmp_path / "run"):
         assert row["reward/mean"] == pytest.approx(-RATE * row["completion/length_mean"])
 
 
-@pytest.mark.slow
 def test_a_run_adds_a_kind_of_ones_own_to_others(start, tmp_path):
     start(*SMALL, *PARTS, "max_lag=0", f"run_dir={tmp_path}/run")
     for sample in samples(tmp_path / "run"):
         assert sample["score"] == 0.25 * -2 * sample["num_tokens"] + right(sample)
-    for row in rows(tmp_path / "run")[1:]:
+    for row in rows(tmp_path / "run"):
         total = 0.25 * row["reward/brief/mean"] + row["reward/right/mean"]
         assert row["reward/mean"] == pytest.approx(total)
         assert row["reward/brief/mean"] == pytest.approx(-2 * row["completion/length_mean"])
 
 
-@pytest.mark.slow
 def test_preference_pairs_are_labelled_by_a_kind_of_ones_own(start, tmp_path):
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps({"prompt": f"{n}+1="}) + "\n" for n in range(8)))
+    file = write_rows(tmp_path / "prompts.jsonl", *({"prompt": f"{n}+1="} for n in range(8)))
     small = ("task.max_prompt_tokens=64", "max_new_tokens=8", "task.answer_key=null")
     given = (f"task.path={file}", f"out={tmp_path}/pairs.jsonl", f"model.path={MODEL}")
     start(*given, *small, "reward=length", recipe="preferences.py")
-    pairs = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
+    pairs = read_rows(tmp_path / "pairs.jsonl")
     assert pairs
     for pair in pairs:
         assert len(pair["chosen"]) < len(pair["rejected"])

@@ -6,22 +6,21 @@ import errno
 import json
 import os
 import random
-import signal
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
-from llamarl.config.command_line import check_command_line, compose_config
+from llamarl.config.command_line import compose_config
 from llamarl.config.preferences import PREFERENCES
 from llamarl.disk.drafts import Draft
 from llamarl.learning.preference import read_preference_data
 from llamarl.models.config import tiny_directory
-from llamarl.words.findings import ConfigError
 from recipes import preferences
 from tests.build.job import finished_job
 from tests.build.model_directory import copy_tiny
+from tests.build.rows import read_rows, write_rows
 from tests.judge_server import JudgeServer, between
 from tests.labels import closeness
 from tests.launching import ROOT, ForkedJob
@@ -54,11 +53,10 @@ def prompts(tmp_path_factory) -> str:
     sums: dict[tuple[int, int], None] = {}
     while len(sums) < NUM_ROWS:
         sums[draw.randrange(10, 60), draw.randrange(10, 40)] = None
-    with file.open("w") as stream:
-        for a, b in sums:
-            row = {"prompt": f"{a}+{b}=", "answer": str(a + b), "human": f"{a + b}!"}
-            stream.write(json.dumps(row) + "\n")
-    return f"task.path={file}"
+    rows = []
+    for a, b in sums:
+        rows.append({"prompt": f"{a}+{b}=", "answer": str(a + b), "human": f"{a + b}!"})
+    return f"task.path={write_rows(file, *rows)}"
 
 
 @pytest.fixture
@@ -69,15 +67,11 @@ def make(prompts, run_here, tmp_path):
         has_another_task = any(word.startswith("task=") for word in words)
         data = () if has_another_task else (prompts,)
         given = [MODEL, *SMALL, *data, f"out={tmp_path / out}", *words]
-        config = compose_config(
-            [*{word.partition("=")[0]: word for word in given}.values()], PREFERENCES
-        )
+        words = {word.partition("=")[0]: word for word in given}
+        config = compose_config([*words.values()], PREFERENCES)
         code, said = run_here(lambda: preferences.run.__wrapped__(config))
         file = tmp_path / out
-        rows = []
-        if file.exists():
-            rows = [json.loads(line) for line in file.read_text().splitlines()]
-        return code, said.out + said.err, rows
+        return code, said.out + said.err, read_rows(file) if file.exists() else []
 
     return run
 
@@ -151,9 +145,8 @@ def test_what_another_version_began_is_not_gone_on_with(make, tmp_path):
     said_of_it = {"bytes": 3, "notes": {}, "about": {"what_made_it": {}}}
     (tmp_path / "pairs.jsonl.progress").write_text(json.dumps(said_of_it))
     code, said, _ = make(CLOSENESS)
-    assert (
-        code == BAD_INPUT and "pairs.jsonl.part was written by another version of llamarl" in said
-    )
+    assert code == BAD_INPUT
+    assert "pairs.jsonl.part was written by another version of llamarl" in said
 
 
 @pytest.mark.slow
@@ -172,7 +165,7 @@ def test_a_killed_one_goes_on_to_the_same_file(make, prompts, tmp_path):
 
     with job() as killed:
         killed.until(has_begun, "pairs")
-        os.kill(killed.rank_pids()[0], signal.SIGKILL)
+        killed.signal_rank(0)
         assert killed.wait() != 0
     with job() as resumed:
         assert resumed.wait() == 0, resumed.output
@@ -260,11 +253,8 @@ def test_held_out_prompts_are_pairs_of_their_own(make):
 
 @pytest.mark.slow
 def test_a_reference_may_be_another_key(make):
-    given = (
-        "references=[human]",
-        "reward.fn=tests.labels:length",
-    )
-    code, said, rows = make(*given, "num_prompts=10")
+    longer = "reward.fn=tests.labels:length"
+    code, said, rows = make("references=[human]", longer, "num_prompts=10")
     assert code == 0, said
     assert any(row["chosen"].endswith("!") and row["chosen_sample"] == "human" for row in rows)
     code, said, _ = make("references=[humn]", CLOSENESS, out="other")
@@ -274,11 +264,6 @@ def test_a_reference_may_be_another_key(make):
     assert code == BAD_INPUT and "prompt 0, " in said and 'no key "solution"' in said
 
 
-def test_no_environment_is_played(make):
-    with pytest.raises(ConfigError, match="task.kind=environment +no environment is played here"):
-        make("task=environment", "task.environment=tests.games:Shop")
-
-
 def test_pairs_are_labelled_anew(make, tmp_path):
     """By another judge, as Async RLHF's are: the longer is better, whatever was chosen before."""
     rows = [
@@ -286,8 +271,7 @@ def test_pairs_are_labelled_anew(make, tmp_path):
         {"prompt": "1+2=", "chosen": "3+0", "rejected": "4"},
         {"prompt": "1+3=", "chosen": "13", "rejected": "31"},
     ]
-    file = tmp_path / "old.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = write_rows(tmp_path / "old.jsonl", *rows)
     anew = (f"task.path={file}", "task.answer_key=null", "samples=0", "split=all")
     code, said, made = make(*anew, "references=[chosen,rejected]", "reward.fn=tests.labels:length")
     assert code == 0, said
@@ -301,9 +285,10 @@ def test_pairs_are_labelled_anew(make, tmp_path):
     [
         (["reward.fn=nowhere:score"], "nowhere"),
         (["max_new_tokens=100000"], "the model's context is"),
-        (
+        pytest.param(
             ["task=reasoning_gym", "task.max_prompt_tokens=400"],
             "makes prompts without end; give a number, such as num_prompts=",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -335,20 +320,6 @@ def test_a_full_disk_is_named_and_costs_nothing(make, monkeypatch):
     assert code == 0 and rows
 
 
-def test_a_command_line_is_refused_at_once(prompts):
-    words = [MODEL, prompts, "out=x", "samples=1", "label_nois=0.2", "pairing=bestworst", "lr=1"]
-    with pytest.raises(ConfigError) as refused:
-        check_command_line(words, kind=PREFERENCES, world_size=2)
-    said = str(refused.value)
-    assert "label_nois" in said and "did you mean label_noise?" in said
-    assert "did you mean best_worst?" in said and "lr " in said
-    assert "2 ranks" in said
-    assert "samples=1 references=[]" in said
-    words = [MODEL, prompts, "out=x", "reward=model", f"reward.path={tiny_directory()}"]
-    with pytest.raises(ConfigError, match="in one process here"):
-        check_command_line([*words, "reward.replicate=2"], kind=PREFERENCES)
-
-
 @pytest.mark.slow
 def test_a_reward_model_of_noisy_pairs_agrees_with_what_labelled_them(tmp_path):
     """From the command to the model: a fifth of the pairs that it learns from is wrong, none of
@@ -365,7 +336,7 @@ def test_a_reward_model_of_noisy_pairs_agrees_with_what_labelled_them(tmp_path):
 
     train = pairs("train.jsonl", "num_prompts=1000", "label_noise=0.2")
     clean = pairs("clean.jsonl", "num_prompts=100", "split=held_out")
-    rows = [json.loads(line) for line in train.read_text().splitlines()]
+    rows = read_rows(train)
     flipped = sum(row["flipped"] for row in rows) / len(rows)
     assert flipped == pytest.approx(0.2, abs=0.025)
     learn = ("lr=3e-4", "examples_per_step=64", "task.max_tokens=32", "eval.every=0")

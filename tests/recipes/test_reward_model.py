@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-)
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from llamarl.checkpoint.checkpointer import verify
 from llamarl.config.command_line import check_command_line, compose_config
@@ -26,7 +21,9 @@ from llamarl.models.loading import load_scorer
 from llamarl.models.scorer import scores_at
 from llamarl.words.findings import ConfigError
 from recipes import reward_model
-from tests.launching import ROOT, ForkedJob, untimed
+from tests.build.model_directory import change_json, copy_tiny, same_tensors
+from tests.build.rows import write_rows
+from tests.launching import ROOT, ForkedJob, killed_and_resumed, untimed
 from tests.tolerances import rounding
 
 RECIPE = ROOT / "recipes" / "reward_model.py"
@@ -50,36 +47,36 @@ BAD_INPUT = 2
 SFT_RECIPE = ROOT / "recipes" / "sft.py"
 
 
-def write_rows(path: Path, count: int) -> str:
-    """Sums with their answers backwards, which are new to the model. Returns the override."""
+def write_sums(path: Path, count: int, row) -> str:
+    """Write row(sum, draw) of random sums beside their prompts. Return the override."""
     draw = random.Random(0)
-    with path.open("w") as file:
-        for _ in range(count):
-            a, b = draw.randrange(10, 60), draw.randrange(10, 40)
-            backwards = str(a + b)[::-1]
-            file.write(json.dumps({"prompt": f"{a}+{b}=", "completion": backwards}) + "\n")
-    return f"task.path={path}"
+    rows = []
+    for _ in range(count):
+        a, b = draw.randrange(10, 60), draw.randrange(10, 40)
+        rows.append({"prompt": f"{a}+{b}=", **row(a + b, draw)})
+    return f"task.path={write_rows(path, *rows)}"
 
 
-def write_pairs(path: Path, count: int) -> str:
-    """Sums whose right answer is preferred to a wrong one. Returns the override."""
-    draw = random.Random(0)
-    with path.open("w") as file:
-        for _ in range(count):
-            a, b = draw.randrange(10, 60), draw.randrange(10, 40)
-            wrong = draw.choice([n for n in range(20, 99) if n != a + b])
-            row = {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(wrong)}
-            file.write(json.dumps(row) + "\n")
-    return f"task.path={path}"
+def backwards(total: int, draw: random.Random) -> dict[str, str]:
+    """The answer backwards, which is new to the model."""
+    return {"completion": str(total)[::-1]}
 
 
-def job_of(
-    *overrides: str, out: Path, ranks: int | None = None, recipe: Path = RECIPE
-) -> ForkedJob:
-    model = () if any(o.startswith("model.path") for o in overrides) else (TINY_PATH,)
-    return ForkedJob(
-        *model, *overrides, run_dir=out, ranks=ranks, recipe=recipe, directory_key="out"
-    )
+def preferred(total: int, draw: random.Random) -> dict[str, str]:
+    """The right answer and a wrong one."""
+    wrong = draw.choice([n for n in range(20, 99) if n != total])
+    return {"chosen": str(total), "rejected": str(wrong)}
+
+
+def job_of(*overrides: str, out: Path, recipe: Path = RECIPE, ranks: int | None = None):
+    given = (TINY_PATH, *overrides)  # of a key the last value holds
+    return ForkedJob(*given, run_dir=out, ranks=ranks, recipe=recipe, directory_key="out")
+
+
+def finished(*overrides: str, out: Path, **options) -> ForkedJob:
+    with job_of(*overrides, out=out, **options) as job:
+        assert job.wait() == 0, job.output
+        return job
 
 
 TINY_PATH = f"model.path={tiny_directory()}"
@@ -87,22 +84,19 @@ TINY_PATH = f"model.path={tiny_directory()}"
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory) -> str:
-    return write_pairs(tmp_path_factory.mktemp("pairs") / "pairs.jsonl", 300)
+    return write_sums(tmp_path_factory.mktemp("pairs") / "pairs.jsonl", 300, preferred)
 
 
 @pytest.fixture(scope="module")
 def two_ranks(pairs, tmp_path_factory) -> ForkedJob:
     """The finished run on two ranks, over which score.weight [1, D] is sharded unevenly."""
-    with job_of(*SMALL, pairs, out=tmp_path_factory.mktemp("two") / "out", ranks=2) as job:
-        assert job.wait() == 0, job.output
-        yield job
+    return finished(*SMALL, pairs, out=tmp_path_factory.mktemp("two") / "out", ranks=2)
 
 
 @pytest.mark.machine
 @pytest.mark.slow
 def test_two_ranks_learn_what_one_learns(two_ranks, pairs, tmp_path):
-    with job_of(*SMALL, pairs, out=tmp_path / "out") as alone:
-        assert alone.wait() == 0, alone.output
+    alone = finished(*SMALL, pairs, out=tmp_path / "out")
     ours, theirs = untimed(two_ranks.rows), untimed(alone.rows)
     assert [row["step"] for row in ours] == list(range(STEPS + 1))
     for mine, other in zip(ours, theirs, strict=True):
@@ -138,16 +132,9 @@ def test_transformers_scores_alike(two_ranks):
 
 @pytest.mark.slow
 def test_a_pad_token_that_is_the_end_token_is_replaced(pairs, tmp_path):
-    model = tmp_path / "model"
-    shutil.copytree(tiny_directory(), model)
-    for name, key, value in (
-        ("config.json", "pad_token_id", 2),
-        ("tokenizer_config.json", "pad_token", "<eos>"),
-    ):
-        raw = json.loads((model / name).read_text())
-        (model / name).write_text(json.dumps(raw | {key: value}))
-    with job_of(*SMALL, f"model.path={model}", "max_steps=1", pairs, out=tmp_path / "out") as job:
-        assert job.wait() == 0, job.output
+    model = copy_tiny(tmp_path / "model", pad_token_id=2)
+    change_json(model / "tokenizer_config.json", pad_token="<eos>")
+    finished(*SMALL, f"model.path={model}", "max_steps=1", pairs, out=tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     assert tokenizer.pad_token_id == theirs.config.pad_token_id != tokenizer.eos_token_id
@@ -161,22 +148,17 @@ def test_a_pad_token_that_is_the_end_token_is_replaced(pairs, tmp_path):
 
 @pytest.mark.bitwise("a run that was resumed is the one that was not")
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [None, 2])
-def test_a_run_killed_and_resumed_equals_one_that_was_not(pairs, tmp_path, ranks):
-    long = (*SMALL, "max_steps=40", pairs)
-    with job_of(*long, out=tmp_path / "whole", ranks=ranks) as whole:
-        assert whole.wait() == 0, whole.output
-    with job_of(*long, out=tmp_path / "out", ranks=ranks) as job:
-        job.until(lambda: (tmp_path / "out" / "checkpoints" / "latest").exists(), "a checkpoint")
-        os.kill(max(job.rank_pids().items())[1], signal.SIGKILL)
-        assert job.wait() != 0
-    with job_of(*long, "resume=auto", out=tmp_path / "out", ranks=ranks) as job:
-        assert job.wait() == 0, job.output
-        assert "resumed from step_" in job.output
+@pytest.mark.parametrize("recipe, ranks", [(RECIPE, None), (RECIPE, 2), (SFT_RECIPE, 2)])
+def test_a_run_killed_and_resumed_equals_one_that_was_not(pairs, tmp_path, recipe, ranks):
+    data = (pairs,)
+    if recipe == SFT_RECIPE:
+        data = ("epochs=3", write_sums(tmp_path / "rows.jsonl", 300, backwards))
+    given = {"recipe": recipe, "ranks": ranks}
+    long = (*SMALL, "max_steps=40", *data)
+    whole = finished(*long, out=tmp_path / "whole", **given)
+    job = killed_and_resumed(partial(job_of, *long, out=tmp_path / "out", **given))
     assert untimed(job.rows) == untimed(whole.rows)
-    ours, theirs = (load_file(run.run_dir / "model.safetensors") for run in (job, whole))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert same_tensors(*(run.run_dir / "model.safetensors" for run in (job, whole)))
 
 
 @pytest.mark.slow
@@ -184,8 +166,7 @@ def test_a_run_goes_on_over_another_number_of_ranks(two_ranks, pairs, tmp_path):
     """From two ranks' checkpoint to one's."""
     shutil.copytree(two_ranks.run_dir, tmp_path / "out")
     shutil.rmtree(tmp_path / "out" / "checkpoints" / f"step_{STEPS}")
-    with job_of(*SMALL, pairs, "resume=auto", out=tmp_path / "out") as job:
-        assert job.wait() == 0, job.output
+    job = finished(*SMALL, pairs, "resume=auto", out=tmp_path / "out")
     assert f"resumed from step_{STEPS - 2}" in job.output
     last, before = job.rows[-1], two_ranks.rows[-1]
     assert last["eval/loss"] == pytest.approx(before["eval/loss"], rel=TRAINED, abs=TRAINED)
@@ -194,8 +175,8 @@ def test_a_run_goes_on_over_another_number_of_ranks(two_ranks, pairs, tmp_path):
 @pytest.mark.slow
 def test_a_stop_request_saves_and_writes_no_model(pairs, tmp_path):
     with job_of(*SMALL, "max_steps=1000", "epochs=100", pairs, out=tmp_path / "out") as job:
-        job.until(lambda: len(job.rows) >= 3, "three rows")
-        os.kill(job.rank_pids()[0], signal.SIGINT)
+        job.until_rows(3)
+        job.signal_rank(0, signal.SIGINT)
         assert job.wait() == 0, job.output
         assert "resume=auto goes on" in job.output
         assert verify(job.checkpoint) == []
@@ -217,8 +198,7 @@ def refusal(run_here):
 
 def test_a_dry_run_shows_memory_and_pairs_and_writes_nothing(pairs, tmp_path):
     out = tmp_path / "rm"
-    with job_of(pairs, "dry_run=true", out=out) as job:
-        assert job.wait() == 0, job.output
+    job = finished(pairs, "dry_run=true", out=out)
     assert "memory   trainer: " in job.output and "  chosen '" in job.output
     assert not out.exists()
 
@@ -247,9 +227,7 @@ def test_a_used_directory_is_refused_by_the_name_of_its_key_and_its_own(refusal,
 def test_a_head_of_two_labels_is_refused(refusal, two_ranks, pairs, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(two_ranks.run_dir, model)
-    raw = json.loads((model / "config.json").read_text())
-    raw["id2label"] = {"0": "bad", "1": "good"}
-    (model / "config.json").write_text(json.dumps(raw))
+    change_json(model / "config.json", id2label={"0": "bad", "1": "good"})
     said = refusal(f"model.path={model}", pairs, out=tmp_path / "out")
     assert "gives 2 scores (bad, good)" in said
 
@@ -261,10 +239,6 @@ def test_what_is_wrong_with_a_command_line_is_told_at_once(pairs, tmp_path):
     said = str(refused.value)
     assert "lrr" in said and "did you mean lr?" in said
     assert "epochs=0" in said and "loss.center_coef=-1" in said
-    with pytest.raises(ConfigError, match="must divide the 3 ranks"):
-        check_command_line(
-            [TINY_PATH, pairs, "out=x", "trainer.replicate=2"], kind=REWARD_MODEL, world_size=3
-        )
 
 
 @pytest.mark.parametrize(
@@ -281,34 +255,10 @@ def test_tables_of_async_rlhf(pairs, table, kind, given):
     assert {name: getattr(config, name) for name in given} == given
 
 
-@pytest.mark.bitwise("a run that was resumed is the one that was not")
-@pytest.mark.slow
-def test_sft_killed_on_two_ranks_and_resumed_is_the_run_that_was_not(tmp_path):
-    long = (*SMALL, "max_steps=40", "epochs=3", write_rows(tmp_path / "rows.jsonl", 300))
-
-    def sft(*more: str, out: Path) -> ForkedJob:
-        return job_of(*long, *more, out=out, ranks=2, recipe=SFT_RECIPE)
-
-    with sft(out=tmp_path / "whole") as whole:
-        assert whole.wait() == 0, whole.output
-    out = tmp_path / "out"
-    with sft(out=out) as killed:
-        killed.until(lambda: (out / "checkpoints" / "latest").exists(), "a checkpoint")
-        os.kill(max(killed.rank_pids().items())[1], signal.SIGKILL)
-        assert killed.wait() != 0
-    with sft("resume=auto", out=out) as resumed:
-        assert resumed.wait() == 0, resumed.output
-        assert "resumed from step_" in resumed.output
-    assert untimed(resumed.rows) == untimed(whole.rows)
-    ours, theirs = (load_file(run.run_dir / "model.safetensors") for run in (resumed, whole))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
 @pytest.mark.slow
 def test_sft_begins_with_no_scorer(two_ranks, tmp_path):
     model = f"model.path={two_ranks.run_dir}"
-    rows = write_rows(tmp_path / "rows.jsonl", 10)
+    rows = write_sums(tmp_path / "rows.jsonl", 10, backwards)
     with job_of(*SMALL, model, rows, out=tmp_path / "out", recipe=SFT_RECIPE) as job:
         assert job.wait() == BAD_INPUT
     assert "LlamaForSequenceClassification gives scores and no tokens" in job.output
@@ -316,10 +266,9 @@ def test_sft_begins_with_no_scorer(two_ranks, tmp_path):
 
 @pytest.mark.slow
 def test_a_reward_model_learns_synthetic_preferences(tmp_path):
-    data = write_pairs(tmp_path / "pairs.jsonl", 4000)
+    data = write_sums(tmp_path / "pairs.jsonl", 4000, preferred)
     learn = ("lr=3e-4", "epochs=2", "examples_per_step=32", "trainer.schedule=linear")
     limits = ("task.max_tokens=32", "model.dtype=float32", "eval.every=0")
-    with job_of(*learn, *limits, data, out=tmp_path / "out") as job:
-        assert job.wait() == 0, job.output
+    job = finished(*learn, *limits, data, out=tmp_path / "out")
     assert job.rows[0]["eval/accuracy"] < 0.7
     assert job.rows[-1]["eval/accuracy"] >= 0.9

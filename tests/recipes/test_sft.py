@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,8 +21,10 @@ from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer, load_weights
 from llamarl.types import Prompt
 from recipes import sft as recipe
+from tests.build.model_directory import same_tensors
+from tests.build.rows import write_rows
 from tests.built_tasks import build_task
-from tests.launching import ROOT, ForkedJob, untimed
+from tests.launching import ROOT, ForkedJob, killed_and_resumed, untimed
 from tests.supervised import task_of
 from tests.tolerances import rounding
 
@@ -37,15 +37,19 @@ TRAINED = rounding(terms=read_config(tiny_directory()).hidden_size, depth=4 * 2 
 
 
 def warm_start(*overrides: str, out: Path, ranks: int | None = None) -> ForkedJob:
-    return ForkedJob(
-        *WARM, *overrides, run_dir=out, ranks=ranks, recipe=RECIPE, directory_key="out"
-    )
+    given = (*WARM, *overrides)
+    return ForkedJob(*given, run_dir=out, ranks=ranks, recipe=RECIPE, directory_key="out")
+
+
+def ended(*overrides: str, out: Path, code: int = 0, ranks: int | None = None) -> ForkedJob:
+    """A warm start that has ended with this code."""
+    with warm_start(*overrides, out=out, ranks=ranks) as job:
+        assert job.wait() == code, job.output
+        return job
 
 
 def test_a_dry_run_shows_memory_and_examples_and_writes_nothing(tmp_path):
-    given = (*WARM, "dry_run=true", "ranks=4", "trainer.replicate=2")
-    with ForkedJob(*given, run_dir=tmp_path / "sft", recipe=RECIPE, directory_key="out") as job:
-        assert job.wait() == 0, job.output
+    job = ended("dry_run=true", "ranks=4", "trainer.replicate=2", out=tmp_path / "sft")
     assert "ranks    4" in job.output and "memory   trainer: " in job.output
     assert "'<bos>35+50='  learned '85<eos>'" in job.output
     assert not (tmp_path / "sft").exists()
@@ -145,18 +149,7 @@ def test_a_directory_leaves_the_values_of_supervised_jobs(tmp_path):
         (["model=tinny", "task=addition"], "did you mean tiny?"),
         (["model=tiny", "task=aditon"], "did you mean addition?"),
         (["model=tiny", "task=addition", "target_accuracy=40"], "between 0 and 1"),
-        (["model=tiny", "task=addition", "max_steps=null"], "the job would never end"),
-        (["model=tiny", "task=addition", "resume=auto"], "out=DIR"),
         (["model=tiny", "task=one_prompt"], "task.kind=one_prompt   need rows or addition"),
-        (
-            ["model=tiny", f"task.path={RECIPE}", "target_accuracy=0.5"],
-            "rows have no held-out prompts",
-        ),
-        (["model=tiny", "task=gsm8k", "task.path=absent.jsonl"], "absent.jsonl"),
-        (
-            ["model=tiny", "task=addition", "eval.num_prompts=0", "target_accuracy=0.5"],
-            "no accuracy",
-        ),
     ],
 )
 def test_a_wrong_command_line_is_refused(words, complaint):
@@ -178,9 +171,7 @@ def reached(tmp_path_factory) -> ForkedJob:
     """A warm start that reaches its target."""
     steps = ("target_accuracy=0.5", "eval.every=3", "max_steps=60", "examples_per_step=64")
     out = tmp_path_factory.mktemp("reached") / "out"
-    with warm_start(*steps, "trainer.warmup_fraction=0", out=out) as job:
-        assert job.wait() == 0, job.output
-        yield job
+    return ended(*steps, "trainer.warmup_fraction=0", out=out)
 
 
 def greedy_answers(path: Path, prompts: list[Prompt], tokenizer) -> list[str]:
@@ -205,13 +196,12 @@ def test_it_ends_where_the_target_is_reached_with_a_model_that_transformers_find
     answers = greedy_answers(reached.run_dir, prompts, tokenizer)
     right = sum(answer == prompt.meta["answer"] for answer, prompt in zip(answers, prompts))
     assert right / 60 == pytest.approx(measured[-1], abs=1.5 / 60)
-    outcome = json.loads((reached.run_dir / "outcome.json").read_text())
-    assert outcome["ended"] == "finished"
+    assert reached.outcome["ended"] == "finished"
 
 
+@pytest.mark.slow
 def test_a_target_that_is_met_at_the_start_leaves_the_weights_as_they_were(tmp_path):
-    with warm_start("target_accuracy=0.2", out=tmp_path / "out") as job:
-        assert job.wait() == 0, job.output
+    job = ended("target_accuracy=0.2", out=tmp_path / "out")
     assert [row["step"] for row in job.rows] == [0]
     saved = load_file(tmp_path / "out" / "model.safetensors")
     start = load_file(tiny_directory() / "model.safetensors")
@@ -220,8 +210,7 @@ def test_a_target_that_is_met_at_the_start_leaves_the_weights_as_they_were(tmp_p
 
 def test_a_target_that_is_missed_is_exit_status_1_and_leaves_the_model(tmp_path):
     few = ("target_accuracy=1", "max_steps=2", "examples_per_step=4", "eval.every=0")
-    with warm_start(*few, out=tmp_path / "out") as job:
-        assert job.wait() == MISSED, job.output
+    job = ended(*few, out=tmp_path / "out", code=MISSED)
     assert "target     100.0% not reached after 2 steps" in job.output
     assert [row["step"] for row in job.rows if "eval/accuracy" in row] == [0, 2]
     assert (tmp_path / "out" / "model.safetensors").is_file()
@@ -231,19 +220,11 @@ def test_a_target_that_is_missed_is_exit_status_1_and_leaves_the_model(tmp_path)
 @pytest.mark.slow
 def test_a_warm_start_killed_and_resumed_equals_one_that_was_not(tmp_path):
     long = ("target_accuracy=1", "max_steps=12", "examples_per_step=16", "checkpoint.every=4")
-    with warm_start(*long, "eval.every=2", out=tmp_path / "whole") as whole:
-        assert whole.wait() == MISSED, whole.output
-    with warm_start(*long, "eval.every=2", out=tmp_path / "out") as job:
-        job.until(lambda: (tmp_path / "out" / "checkpoints" / "latest").exists(), "a checkpoint")
-        os.kill(job.rank_pids()[0], signal.SIGKILL)
-        assert job.wait() != 0
-    with warm_start(*long, "eval.every=2", "resume=auto", out=tmp_path / "out") as job:
-        assert job.wait() == MISSED, job.output
-        assert "resumed from step_" in job.output
+    whole = ended(*long, "eval.every=2", out=tmp_path / "whole", code=MISSED)
+    start = partial(warm_start, *long, "eval.every=2", out=tmp_path / "out")
+    job = killed_and_resumed(start, code=MISSED)
     assert untimed(job.rows) == untimed(whole.rows)
-    ours, theirs = (load_file(run.run_dir / "model.safetensors") for run in (job, whole))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert same_tensors(*(run.run_dir / "model.safetensors" for run in (job, whole)))
 
 
 @pytest.mark.slow
@@ -252,9 +233,7 @@ def test_two_ranks_learn_and_answer_as_one(tmp_path):
     runs = []
     for ranks in (None, 2):
         out = tmp_path / f"ranks{ranks}"
-        with warm_start(*few, out=out, ranks=ranks) as job:
-            assert job.wait() == MISSED, job.output
-        runs.append(untimed(job.rows))
+        runs.append(untimed(ended(*few, out=out, code=MISSED, ranks=ranks).rows))
     for one, two in zip(*runs, strict=True):
         assert one.keys() == two.keys()
         for name in ("loss/value", "eval/loss", "grad_norm"):
@@ -281,12 +260,12 @@ def refusal(run_here):
 
 def test_what_the_user_gave_is_looked_at_before_anything_is_written(refusal, tmp_path):
     out = tmp_path / "out"
-    file = tmp_path / "rows.jsonl"
-    file.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+1="}\n' * 10)
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+1="}]
+    file = write_rows(tmp_path / "rows.jsonl", *rows * 10)
     said = refusal("task=jsonl", f"task.path={file}", out=out)
     assert f'{file}:2: no key "answer"' in said
     assert "the model's context is 512" in refusal("max_new_tokens=600", out=out)
-    file.write_text('{"prompt": "1+1="}\n' * 20)
+    write_rows(file, *rows[1:] * 20)
     short = ("max_new_tokens=6", "task.max_prompt_tokens=16")
     keyless = ("task=jsonl", f"task.path={file}", "task.answer_key=null", *short)
     assert "prompts without answers" in refusal(*keyless, out=out)
@@ -322,8 +301,7 @@ def test_answers_that_are_made_on_demand_are_those_of_their_numbers(tokenizer):
 def test_a_dry_run_needs_no_weights_and_a_run_does(run_here, tmp_path, dry_run, status):
     model = tmp_path / "model"
     shutil.copytree(tiny_directory(), model, ignore=shutil.ignore_patterns("*.safetensors"))
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"prompt": "2+3=", "completion": "5"}\n' * 4)
+    rows = write_rows(tmp_path / "rows.jsonl", *[{"prompt": "2+3=", "completion": "5"}] * 4)
     given = ["task.chat=false", f"model.path={model}", f"task.path={rows}"]
     words = [*given, f"dry_run={str(dry_run).lower()}", f"out={tmp_path / 'out'}"]
     code, said = run_here(lambda: recipe.run.__wrapped__(compose_config(words, SFT)))

@@ -3,14 +3,14 @@ the bit, and split the same but for rounding, whatever version the reference is 
 killed.
 """
 
-import os
 import shutil
-import signal
 
 import pytest
 
 from tests.build.job import finished_job
 from tests.launching import SMALL, ForkedJob, untimed
+
+pytestmark = pytest.mark.slow
 
 EXIT_FAILED = 1
 SYNCHRONOUS = (*SMALL, "loss.kl_coef=0.1", "max_lag=0", "lr=1e-3", "eval.every=0")
@@ -29,8 +29,7 @@ LEAST_KL = 1e-3  # after a step at this learning rate
 def run_to(end, *overrides, run_dir):
     """The rows of a run to step `end`, which has ended well."""
     given = (*SYNCHRONOUS, *PLACED, *overrides, f"max_steps={end}")
-    job = finished_job(*given, run_dir=run_dir, ranks=4)
-    return untimed(job.rows)
+    return untimed(finished_job(*given, run_dir=run_dir, ranks=4).rows)
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +48,8 @@ def interrupted_run(tmp_path_factory):
 
 def sharded_runs(kind, folder):
     """Rows by placement, of whom none splits a layer."""
-    found = []
-    for name, placed in {"sharded": (SHARDED,), "copies": COPIES}.items():
-        found.append(run_to(END, *kind, *placed, run_dir=folder / name))
-    return found
+    places = {"sharded": (SHARDED,), "copies": COPIES}
+    return [run_to(END, *kind, *placed, run_dir=folder / k) for k, placed in places.items()]
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +68,6 @@ def reset_runs(tmp_path_factory):
     return sharded_runs(RESET, tmp_path_factory.mktemp("reset_shards"))
 
 
-@pytest.mark.slow
 def test_a_sharded_frozen_reference_says_what_a_whole_one_does(frozen_run, frozen_runs):
     wanted = [row["kl/ref"] for row in frozen_run]
     assert wanted[0] < ROUNDING < LEAST_KL < wanted[-1]
@@ -82,7 +78,6 @@ def test_a_sharded_frozen_reference_says_what_a_whole_one_does(frozen_run, froze
         assert found[2:] == pytest.approx(wanted[2:], rel=0.2)
 
 
-@pytest.mark.slow
 def test_a_sharded_reset_reference_is_the_policy(reset_run, reset_runs):
     """Reset at every step, it differs from the policy by rounding, if at all."""
     for rows in (reset_run, *reset_runs):
@@ -90,20 +85,13 @@ def test_a_sharded_reset_reference_is_the_policy(reset_run, reset_runs):
 
 
 @pytest.mark.bitwise("a reference sharded by rows alone says what the whole one says")
-@pytest.mark.slow
-def test_a_sharded_frozen_reference_trains_the_bits_that_a_whole_one_does(frozen_run, frozen_runs):
-    for rows in frozen_runs:
-        assert rows == frozen_run
+def test_a_sharded_reference_trains_the_bits_that_a_whole_one_does(
+    frozen_run, frozen_runs, reset_run, reset_runs
+):
+    assert all(rows == frozen_run for rows in frozen_runs)
+    assert all(rows == reset_run for rows in reset_runs)
 
 
-@pytest.mark.bitwise("a reference sharded by rows alone says what the whole one says")
-@pytest.mark.slow
-def test_a_sharded_reset_reference_trains_the_bits_that_a_whole_one_does(reset_run, reset_runs):
-    for rows in reset_runs:
-        assert rows == reset_run
-
-
-@pytest.mark.slow
 def test_a_split_reference_takes_versions_and_is_resumed(tmp_path):
     """Reset after step 2 and resumed after step 3, split and whole: what it says of the policy that
     it is a copy of is nothing, of one that went on the same as a whole one says.
@@ -126,26 +114,23 @@ def test_a_split_reference_takes_versions_and_is_resumed(tmp_path):
         assert found[3] == pytest.approx(wanted[3], rel=0.2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind, killed", [("frozen", 2), ("reset", 3)])
 def test_a_killed_rank_of_a_reference_is_named_and_the_run_ends(tmp_path, kind, killed):
     """Rank 2 leads it, and rank 3 follows. A frozen one is where the model is; what was taken from
     the policy is lost with its rank.
     """
-    given = (*SMALL, "loss.kl_coef=0.1", "checkpoint.every=1000", "eval.every=0")
-    placed = ("placement.trainer=[0]", "placement.generator=[1]", "placement.reward=[1]")
-    endless = "max_steps=100000"
-    run = (*given, *placed, SHARDED, f"reference={kind}", endless)
-    with ForkedJob(*run, run_dir=tmp_path / "run", ranks=4) as job:
-        job.until(lambda: len(job.rows) >= 2, "two steps")
-        os.kill(job.rank_pids()[killed], signal.SIGKILL)
+    endless = ("max_steps=100000", "checkpoint.every=1000", "eval.every=0")
+    placed = ("placement.trainer=[0]", "placement.generator=[1]", "placement.reward=[1]", SHARDED)
+    given = (*SMALL, *endless, *placed, f"reference={kind}", "loss.kl_coef=0.1")
+    with ForkedJob(*given, run_dir=tmp_path / "run", ranks=4) as job:
+        job.until_rows(2)
+        job.signal_rank(killed)
         assert job.wait() == EXIT_FAILED, job.output
         assert f"rank {killed} (reference)" in job.output, job.output
         assert ("was sealed after that" in job.output) == (kind == "frozen"), job.output
 
 
 @pytest.mark.bitwise("a synchronous run that was resumed is the one that was not")
-@pytest.mark.slow
 @pytest.mark.parametrize("after", [(WHOLE,), COPIES])
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
     reset_run, interrupted_run, tmp_path, after

@@ -1,4 +1,6 @@
-"""A study's run is a job: stopped or killed in the middle, it goes on and is whole."""
+"""A study's run is a job: stopped or killed in the middle, it goes on and is whole. And --multirun:
+the runs of a sweep, side by side in one directory that recipes/compare.py takes.
+"""
 
 import json
 import os
@@ -9,8 +11,9 @@ import time
 
 import pytest
 
+from tests.build.job import run_python
 from tests.house import ROOT
-from tests.launching import environment
+from tests.launching import SMALL, Job, environment
 
 pytestmark = pytest.mark.slow
 
@@ -42,13 +45,9 @@ DEADLINE_S = 240.0
 
 
 def start(folder, minutes):
-    return subprocess.Popen(
-        [sys.executable, "-c", STUDY, str(folder), str(minutes)],
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, "-c", STUDY, str(folder), str(minutes)]
+    options = {"cwd": ROOT, "env": environment(), "text": True}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, **options)
 
 
 def steps_made(folder):
@@ -77,3 +76,16 @@ def test_a_study_that_is_killed_takes_its_run_along_and_goes_on(tmp_path):
     said, _ = start(tmp_path, 10).communicate(timeout=DEADLINE_S)
     assert said.splitlines()[-3:] == ["True", *WHOLE]
     assert all(json.loads(file.read_text())["failed"] is None for file in tmp_path.glob("*.json"))
+
+
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_the_runs_of_a_sweep_are_compared(tmp_path, ranks):
+    sweep = ("--multirun", f"hydra.sweep.dir={tmp_path / 'sweep'}")
+    given = (*sweep, *SMALL, "max_lag=0,1", "reference=frozen")
+    with Job(*given, run_dir=None, ranks=ranks, cwd=tmp_path) as job:
+        assert job.wait() == 0, job.output
+    plots = tmp_path / "plots"
+    said = run_python(ROOT / "recipes" / "compare.py", tmp_path / "sweep", f"out={plots}")
+    lines = [line.split()[:2] for line in said.splitlines()[1:3]]
+    assert lines == [["max_lag", "0"], ["max_lag", "1"]]
+    assert sorted(file.name for file in plots.iterdir()) == ["pareto.png", "progress.png"]

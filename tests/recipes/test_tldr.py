@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +11,7 @@ from llamarl.learning.preference import read_preference_data
 from llamarl.learning.sft import read_pairs
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
+from tests.build.rows import read_rows, write_rows
 from tests.supervised import task_of
 
 TINY_DIR = tiny_directory()
@@ -40,15 +39,6 @@ def comparison(choice=1, texts=(" A box.", " My cat wants my keyboard."), **more
     }
 
 
-def write(file, rows):
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
-
-
-def read(file):
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 def words_fit(limit):
     return lambda prompt: len(prompt.split()) <= limit
 
@@ -61,9 +51,9 @@ def made(tmp_path):
         command = [f"tokenizer={TINY_DIR}", f"out={tmp_path / 'out'}", *flags]
         command += ["max_prompt_tokens=1000"]
         if posts:
-            command += [f"posts=[{write(tmp_path / 'valid.jsonl', posts)}]"]
+            command += [f"posts=[{write_rows(tmp_path / 'valid.jsonl', *posts)}]"]
         if comparisons:
-            write(tmp_path / "batch3.json", comparisons)
+            write_rows(tmp_path / "batch3.json", *comparisons)
             command += [f"comparisons=[{tmp_path}/batch*.json]"]
         return tldr.main(command), tmp_path / "out"
 
@@ -73,7 +63,7 @@ def made(tmp_path):
 def test_a_post_becomes_a_prompt_and_an_answer(made):
     status, out = made([POST])
     assert status == 0
-    assert read(out / "valid.jsonl") == [
+    assert read_rows(out / "valid.jsonl") == [
         {"prompt": PROMPT, "answer": " My cat wants my keyboard, not a box."}
     ]
 
@@ -82,12 +72,9 @@ def test_the_chosen_summary_of_a_comparison_is_the_better_one(made):
     status, out = made([], [comparison(1), comparison(0, split="valid1")])
     assert status == 0
     right, left = " My cat wants my keyboard.", " A box."
-    assert read(out / "pairs_train.jsonl") == [
-        {"prompt": PROMPT, "chosen": right, "rejected": left}
-    ]
-    assert read(out / "pairs_valid.jsonl") == [
-        {"prompt": PROMPT, "chosen": left, "rejected": right}
-    ]
+    (train,), (valid,) = (read_rows(out / f"pairs_{split}.jsonl") for split in ("train", "valid"))
+    assert train == {"prompt": PROMPT, "chosen": right, "rejected": left}
+    assert valid == {"prompt": PROMPT, "chosen": left, "rejected": right}
 
 
 def test_what_is_left_out_is_counted(made, capsys):
@@ -95,7 +82,7 @@ def test_what_is_left_out_is_counted(made, capsys):
     equal = comparison(texts=(" A box.", "A box. "))
     status, out = made([POST, POST], [article, equal, comparison()])
     assert status == 0
-    assert len(read(out / "valid.jsonl")) == len(read(out / "pairs_train.jsonl")) == 1
+    assert len(read_rows(out / "valid.jsonl")) == len(read_rows(out / "pairs_train.jsonl")) == 1
     assert not (out / "pairs_valid.jsonl").exists()
     said = capsys.readouterr().out
     for reason in (tldr.ARTICLE, tldr.EQUAL, tldr.REPEATED):
@@ -175,11 +162,11 @@ def test_a_command_line_that_cannot_be_used_is_answered(tmp_path, capsys):
 
 
 def test_a_file_that_is_read_is_not_written(tmp_path, capsys):
-    posts = write(tmp_path / "train.jsonl", [POST])
+    posts = write_rows(tmp_path / "train.jsonl", POST)
     words = [f"tokenizer={TINY_DIR}", "max_prompt_tokens=1000"]
     assert tldr.main([*words, f"posts=[{posts}]", f"out={tmp_path}"]) == 2
     assert "train.jsonl there is one that is read" in capsys.readouterr().err
-    assert read(posts) == [POST]
+    assert read_rows(posts) == [POST]
 
 
 def test_sft_and_reward_model_read_what_is_written(made):

@@ -2,14 +2,12 @@
 it.
 """
 
-import json
-import subprocess
-import sys
-
 import pytest
 
 from tests.build.job import finished_job
-from tests.launching import RECIPE, ROOT, SMALL, environment
+from tests.launching import RECIPE, SMALL
+
+pytestmark = pytest.mark.slow
 
 LONG = 5  # the ticket that is a straggler
 TOKENS = 400  # of each of its completions
@@ -36,20 +34,9 @@ def run_slow(folder, *overrides, ranks=None) -> tuple[list[dict], str]:
     """(rows, output) of the job whose ticket LONG is a straggler."""
     script = folder / "slow.py"
     script.write_text(SLOW)
-    launcher = (
-        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        if ranks
-        else []
-    )
-    command = [
-        sys.executable,
-        *launcher,
-        str(script),
-        str(RECIPE),
-        f"run_dir={folder / 'run'}",
-        f"groups_per_step={GROUPS}",
-        f"group_size={SIZE}",
-        f"overcommit={GROUPS}",
+    sizes = (f"groups_per_step={GROUPS}", f"group_size={SIZE}", f"overcommit={GROUPS}")
+    given = (
+        *sizes,
         "max_lag=1",
         "max_steps=4",
         f"max_new_tokens={TOKENS}",
@@ -60,17 +47,12 @@ def run_slow(folder, *overrides, ranks=None) -> tuple[list[dict], str]:
         "checkpoint.every=0",
         "straggler_factor=2",
         *overrides,
-    ]
-    env = environment()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, env=env)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = [
-        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
-    return [row for row in rows if row["step"]], done.stderr
+    )
+    words = (str(RECIPE), *given)
+    job = finished_job(*words, run_dir=folder / "run", recipe=script, ranks=ranks)
+    return [row for row in job.rows if row["step"]], job.output
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_at_its_deadline_a_straggler_ends_and_the_rest_of_its_step_is_trained_on(tmp_path, ranks):
     rows, _ = run_slow(tmp_path, "on_deadline=truncate", ranks=ranks)
@@ -85,7 +67,6 @@ def test_at_its_deadline_a_straggler_ends_and_the_rest_of_its_step_is_trained_on
     assert max(row["lag/max"] for row in rows) <= 1 and len(rows) == 4
 
 
-@pytest.mark.slow
 def test_otherwise_its_step_waits_for_it_and_the_log_names_it(tmp_path):
     rows, log = run_slow(tmp_path)
     assert [row["completion/deadline_truncated_fraction"] for row in rows] == [0] * 4
@@ -94,7 +75,6 @@ def test_otherwise_its_step_waits_for_it_and_the_log_names_it(tmp_path):
     assert log.count("stragglers of generator rank 0") >= 1 and f"tickets {LONG} (" in log
 
 
-@pytest.mark.slow
 def test_a_time_limit_that_nothing_meets_masks_everything_and_the_run_goes_on(tmp_path):
     limit = "generator.max_seconds=1e-6", "generator.chunk_tokens=1", "generator.min_new_tokens=5"
     job = finished_job(*SMALL, "max_lag=1", *limit, run_dir=tmp_path / "run")
