@@ -683,23 +683,15 @@ def test_greedy_equals_transformers_on_a_real_model():
     path = os.environ.get("LLAMARL_SMOLLM2")
     if not path:
         pytest.skip("needs LLAMARL_SMOLLM2: SmolLM2-135M-Instruct (recipes/fetch_smollm2.py)")
-    num_prompts = 100
-    tokens = 128
-    near_tie = 1e-3  # nats between the two likeliest
     prompts = torch.randint(100, 40_000, (100, 16), generator=torch.Generator().manual_seed(0))
-    e = Engine.from_hf(path, dtype="float32", max_slots=num_prompts, max_len=16 + tokens)
-    ours = generate(e, prompts.tolist(), SamplingParams(tokens, temperature=0.0))
+    e = Engine.from_hf(path, dtype="float32", max_slots=100, max_len=16 + 128)
+    ours = generate(e, prompts.tolist(), SamplingParams(128, temperature=0.0))
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    generated = model.generate(
-        prompts,
-        attention_mask=torch.ones_like(prompts),
-        do_sample=False,
-        min_new_tokens=tokens,
-        max_new_tokens=tokens,
-        eos_token_id=None,
-        pad_token_id=0,
-        repetition_penalty=1.0,
-    )
+    lengths = {"min_new_tokens": 128, "max_new_tokens": 128, "eos_token_id": None}
+    plain = {"do_sample": False, "pad_token_id": 0, "repetition_penalty": 1.0}
+    mask = torch.ones_like(prompts)
+    generated = model.generate(prompts, attention_mask=mask, **lengths, **plain)
+    near_tie = 1e-3  # nats between the two likeliest
     for (completion,), whole in zip(ours, generated):
         with torch.no_grad():
             margins = margins_of(model(whole[None]).logits[0, 15:-1])

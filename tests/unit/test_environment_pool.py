@@ -182,10 +182,6 @@ def test_a_line_that_no_worker_writes_ends_one_environment_alone(pool_of, line):
     assert pool.num_replayed == 1
 
 
-def test_a_factory_may_be_a_function(pool_of):
-    assert begin(pool_of("make_shop")) == [[]]
-
-
 def throw(pool, keys):
     for key in keys:
         pool.step(key, call("throw"))
@@ -193,7 +189,7 @@ def throw(pool, keys):
 
 
 def test_games_of_a_seed_throw_the_same_dice_whoever_plays_beside_them(pool_of):
-    alone = pool_of("Shop")
+    alone = pool_of("make_shop")  # a function may be the factory
     begin(alone)
     first, second = throw(alone, [0])[0], throw(alone, [0])[0]
     assert first != second
