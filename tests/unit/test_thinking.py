@@ -45,16 +45,21 @@ def test_the_form_of_a_completion(text, thinking, answer, is_right):
 # --- length ---
 
 
-@pytest.mark.parametrize("num_tokens, penalty", [(60, 0.0), (70, -0.25), (100, -1.0), (500, -1.0)])
-def test_the_penalty_falls_evenly_over_the_cache(num_tokens, penalty):
+@pytest.mark.parametrize(
+    "num_tokens, cache, penalty",
+    [
+        (60, {"cache_tokens": 40}, 0.0),
+        (70, {"cache_tokens": 40}, -0.25),
+        (100, {"cache_tokens": 40}, -1.0),
+        (500, {"cache_tokens": 40}, -1.0),
+        (75, {}, 0.0),  # a quarter unless it is given
+        (80, {}, -0.2),
+    ],
+)
+def test_the_penalty_falls_evenly_over_the_cache(num_tokens, cache, penalty):
     """100 tokens of which the last 40 are the cache: 10 into it are a quarter of the penalty."""
-    meta = of_tokens(num_tokens)
-    assert soft_length("", "", meta, max_tokens=100, cache_tokens=40) == pytest.approx(penalty)
-
-
-def test_the_cache_is_a_quarter_unless_it_is_given():
-    assert soft_length("", "", of_tokens(75), max_tokens=100) == 0.0
-    assert soft_length("", "", of_tokens(80), max_tokens=100) == pytest.approx(-0.2)
+    got = soft_length("", "", of_tokens(num_tokens), max_tokens=100, **cache)
+    assert got == pytest.approx(penalty)
 
 
 @given(text=st.text(), cache=st.integers(1, 50))

@@ -205,18 +205,12 @@ class Run:
         self.desks[0].finish(done)
 
 
-def test_who_asks_first_gets_an_even_share_and_who_waits_the_rest():
+def test_who_asks_first_gets_an_even_share_and_who_waits_what_others_have_no_room_for():
     run = Run([100, 100, 100])
-    assert run.ask(0) == 5 and run.ask(0) == 0
-    assert run.ask(1) == 5 and run.ask(2) == 4
+    assert [run.ask(generator) for generator in (0, 0, 1, 2)] == [5, 0, 5, 4]
     assert run.ledger.room == 0
-
-
-def test_a_generator_gets_the_share_that_another_has_no_room_for():
     run = Run([100, 3])
-    assert run.ask(0) == 7
-    assert run.ask(1) == 3
-    assert run.ask(0) == 4
+    assert [run.ask(generator) for generator in (0, 1, 0)] == [7, 3, 4]
 
 
 def begun():
@@ -276,16 +270,10 @@ def desks():
         store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         stores.append(store)
         made = []
+        names = [f"executor {rank}" for rank in range(count)]
+        shared = {"world_size": count, "leader": 0, "names": names, "heartbeat_timeout_s": 60}
         for rank in range(count):
-            one = Control(
-                store.clone(),
-                rank=rank,
-                world_size=count,
-                leader=0,
-                names=[f"executor {rank}" for rank in range(count)],
-                heartbeat_timeout_s=60,
-            )
-            made.append(one)
+            made.append(Control(store.clone(), rank=rank, **shared))
         controls.extend(made)
         how = {"trainer_ranks": (0,), "timeout_s": timeout_s}
         out = [TicketService(build_ledger(**settings), one, **how) for one in made]
