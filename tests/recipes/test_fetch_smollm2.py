@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder, read_config
@@ -30,46 +30,22 @@ TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% en
 
 
 def hf_shapes():
-    kv_width = WIDTH // HEADS * KV_HEADS
-    attention = {"q": WIDTH, "k": kv_width, "v": kv_width, "o": WIDTH}
-    shapes = {}
-    for i in range(LAYERS):
-        layer = f"model.layers.{i}"
-        for norm in ("input", "post_attention"):
-            shapes[f"{layer}.{norm}_layernorm.weight"] = (WIDTH,)
-        for name, width in attention.items():
-            shapes[f"{layer}.self_attn.{name}_proj.weight"] = (width, WIDTH)
-        for name in ("gate", "up"):
-            shapes[f"{layer}.mlp.{name}_proj.weight"] = (MLP, WIDTH)
-        shapes[f"{layer}.mlp.down_proj.weight"] = (WIDTH, MLP)
-    shapes["model.embed_tokens.weight"] = (len(TOKENS), WIDTH)
-    shapes["model.norm.weight"] = (WIDTH,)
-    return shapes
-
-
-def gguf_name(name):
-    """As llama.cpp's converter names them."""
-    names = {
-        "model.layers": "blk",
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-        "model.embed_tokens": "token_embd",
-        "model.norm": "output_norm",
-    }
-    for theirs, ours in names.items():
-        name = name.replace(theirs, ours)
-    return name
+    """Names and shapes as transformers has them."""
+    config = LlamaConfig(
+        vocab_size=len(TOKENS),
+        hidden_size=WIDTH,
+        intermediate_size=MLP,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        tie_word_embeddings=True,
+    )
+    return {name: tuple(x.shape) for name, x in LlamaForCausalLM(config).named_parameters()}
 
 
 def write_gguf(file, weights, architecture="llama"):
     gguf = pytest.importorskip("gguf")
+    of_llama_cpp = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, LAYERS)
     writer = gguf.GGUFWriter(file, architecture)
     writer.add_vocab_size(len(TOKENS))
     writer.add_context_length(128)
@@ -89,16 +65,16 @@ def write_gguf(file, weights, architecture="llama"):
     writer.add_pad_token_id(2)
     writer.add_chat_template(TEMPLATE)
     for name, values in weights.items():
-        heads = {"attn_q": HEADS, "attn_k": KV_HEADS}.get(gguf_name(name).split(".")[-2])
+        stored = of_llama_cpp.get_name(name, try_suffixes=(".weight",))
+        heads = {"attn_q": HEADS, "attn_k": KV_HEADS}.get(stored.split(".")[-2])
         if heads:  # llama.cpp lays the two numbers that a rotation mixes side by side
-            values = (
-                values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
-            )
+            pairs = values.reshape(heads, 2, -1, WIDTH).swapaxes(1, 2)
+            values = pairs.reshape(values.shape)
         if values.ndim > 1:
             blocks = gguf.quantize(values, gguf.GGMLQuantizationType.Q4_1)
-            writer.add_tensor(gguf_name(name), blocks, raw_dtype=gguf.GGMLQuantizationType.Q4_1)
+            writer.add_tensor(stored, blocks, raw_dtype=gguf.GGMLQuantizationType.Q4_1)
         else:
-            writer.add_tensor(gguf_name(name), values)
+            writer.add_tensor(stored, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
