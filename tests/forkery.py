@@ -30,7 +30,6 @@ from datetime import timedelta
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
 IMPORTED = (
     "hydra",
     "hypothesis",
@@ -92,13 +91,9 @@ class ForkedProcess:
 
 
 class Forkery:
-    """The process to fork from, started with the first job.
+    """The process to fork from, started with the first job."""
 
-    root: the checkout whose modules it imports.
-    """
-
-    def __init__(self, root: Path = ROOT):
-        self._root = root
+    def __init__(self):
         self._process: subprocess.Popen | None = None
         self._folder: tempfile.TemporaryDirectory | None = None
 
@@ -151,11 +146,9 @@ class Forkery:
         from tests.launching import environment
 
         self._folder = tempfile.TemporaryDirectory()
-        given = environment()
-        path = os.pathsep.join([str(self._root), given["PYTHONPATH"]])
         process = subprocess.Popen(
             [sys.executable, __file__, self._address],
-            env={**given, "PYTHONPATH": path},
+            env=environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import uuid
 from pathlib import Path
 
 import pytest
 
 from tests.build.rows import read_rows, write_rows
-from tests.forkery import Forkery
+from tests.launching import ROOT, Job
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "llamarl" / "models" / "tiny"
-LIMIT_S = 240
 SMALL = (
     "max_steps=2",
     "groups_per_step=4",
@@ -117,32 +113,17 @@ def tree(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def start(tree, tmp_path_factory):
-    """start(*overrides): all that a recipe of the tree prints, which must end with `code`.
-
-    Its process is forked from one that has imported the modules of the tree.
-    """
-    forkery = Forkery(root=tree)
-    logs = tmp_path_factory.mktemp("logs")
-    own = {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+@pytest.fixture
+def start(tree):
+    """start(*overrides): all that a recipe of the tree prints, which must end with `code`."""
 
     def start(*given: str, recipe: str = "llama_async.py", code: int = 0) -> str:
-        log = logs / uuid.uuid4().hex
-        process = forkery.start(
-            [str(tree / "recipes" / recipe), *given],
-            ranks=None,
-            environment={**os.environ, **own},
-            log=log,
-            cwd=tree,
-        )
-        ended = process.wait(LIMIT_S)
-        process.end()
-        assert ended == code, log.read_text()
-        return log.read_text()
+        where = {"recipe": tree / "recipes" / recipe, "cwd": tree}
+        with Job(*given, run_dir=None, env={"PYTHONPATH": str(tree)}, **where) as job:
+            assert job.wait() == code, job.output
+            return job.output
 
-    yield start
-    forkery.close()
+    return start
 
 
 def rows(run_dir: Path) -> list[dict]:
