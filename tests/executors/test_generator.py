@@ -399,8 +399,8 @@ TICKETS = 4
 
 def test_it_is_uniform_and_a_function_of_seed_and_ticket_alone():
     temperatures = torch.tensor([DRAWN.of(ticket) for ticket in range(2000)])
-    again = [TemperatureRange(LOW, HIGH, SEED).of(ticket) for ticket in reversed(range(2000))]
-    assert again[::-1] == pytest.approx(temperatures.tolist(), abs=0.0, rel=1e-7)
+    again = [TemperatureRange(LOW, HIGH, SEED).of(ticket) for ticket in reversed(range(200))]
+    assert again[::-1] == pytest.approx(temperatures[:200].tolist(), abs=0.0, rel=1e-7)
     shares = (temperatures.double() - LOW) / (HIGH - LOW)
     assert 0 <= shares.min() and shares.max() < 1
     # Kolmogorov-Smirnov at one in a thousand.

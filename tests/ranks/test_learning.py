@@ -28,10 +28,11 @@ from llamarl.learning.optim import clip_grad_norm
 from llamarl.learning.sft import NextToken, SFTPair
 from llamarl.learning.supervised import SupervisedSettings, SupervisedUpdate
 from llamarl.learning.targets import Shaping
-from llamarl.learning.update import PolicyUpdate, StepAborted, UpdateSettings
+from llamarl.learning.update import PolicyUpdate, StepAborted
 from llamarl.learning.values import CriticSettings, SharedCritic
 from llamarl.models.build import build_decoder
 from llamarl.types import Group
+from tests import updating
 from tests.build.group import build_group
 from tests.build.model_config import model_config
 from tests.tolerances import assert_same_count, rounding
@@ -49,18 +50,8 @@ MAX_NORM = 0.01  # well below the norm, so that clipping shows
 ONE_STEP = rounding(terms=15, depth=2 * 2 * 2)
 TWO_STEPS = rounding(terms=15, depth=4 * 2 * 2 * 2)
 DEADLINE_S = 120
-SETTINGS = UpdateSettings(
-    lr=0.5,
-    schedule="constant",
-    warmup_steps=0,
-    max_steps=10,
-    microbatch_tokens=25,
-    max_grad_norm=MAX_NORM,
-    temperature=0.8,
-    advantages="group_mean",
-    skip_zero_advantage=False,
-    parity=None,
-)
+STEPPING = {"schedule": "constant", "max_grad_norm": MAX_NORM}
+SETTINGS = replace(updating.SETTINGS, microbatch_tokens=25, temperature=0.8, **STEPPING)
 CRITIC = CriticSettings(lr=0.05, coef=0.5, clip=CLIP, gamma=0.9, gae_lambda=0.8)
 
 
@@ -239,14 +230,8 @@ def supervised_step(decoder, rank: int, ranks: int, *, shares) -> dict[str, torc
         rows.append(SFTPair(ids, torch.arange(size) >= size - learned))
     if ranks > 1:
         rows = [rows[number] for number in shares[rank]]
-    settings = SupervisedSettings(
-        lr=0.5,
-        schedule="constant",
-        warmup_steps=0,
-        max_steps=2,
-        microbatch_tokens=12,  # one row
-        max_grad_norm=MAX_NORM,
-    )
+    one_row = {"lr": 0.5, "warmup_steps": 0, "max_steps": 2, "microbatch_tokens": 12}
+    settings = SupervisedSettings(**one_row, **STEPPING)
     group = dist.group.WORLD if ranks > 1 else None
     optimizer = torch.optim.SGD(decoder.parameters(), lr=0.5)
     ends = {"group": group, "device": CPU}

@@ -25,7 +25,6 @@ from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.losses.policy_gradient import policy_gradient
 from llamarl.learning.optim import AdamSettings, share_gradients
 from llamarl.learning.trained_model import TrainedModelSettings
-from llamarl.learning.update import UpdateSettings
 from llamarl.learning.values import CriticSettings
 from llamarl.models.config import read_config
 from llamarl.models.fsdp import held_box, local
@@ -49,6 +48,7 @@ from tests.ranks.trainers import (
 )
 from tests.simulated_mail import SimulatedMail
 from tests.tolerances import rounding
+from tests.updating import SETTINGS
 
 pytestmark = pytest.mark.machine
 
@@ -63,6 +63,14 @@ MODELS = {
 }
 STEPS = 2
 MAX_NORM = 0.01  # well below the norm, so that clipping shows
+UPDATE = dataclasses.replace(
+    SETTINGS,
+    lr=0.01,
+    schedule="constant",
+    microbatch_tokens=25,
+    max_grad_norm=MAX_NORM,
+    temperature=0.8,
+)
 ADAM = AdamSettings(betas=(0.9, 0.99), eps=1e-4, weight_decay=0.1)
 # The untied model's is a head on its trunk, the tied one's a model of its own.
 CRITIC = CriticSettings(lr=0.05, coef=0.5, clip=0.2, gamma=0.9, gae_lambda=0.8, seed=3)
@@ -77,31 +85,15 @@ class CanaryPrompts:
 
 
 def trainer_of(model: Path, group: ExecutorGroup) -> tuple[FSDPTrainer, Peers]:
-    update = UpdateSettings(
-        lr=0.01,
-        schedule="constant",
-        warmup_steps=0,
-        max_steps=10,
-        microbatch_tokens=25,
-        max_grad_norm=MAX_NORM,
-        temperature=0.8,
-        advantages="group_mean",
-        skip_zero_advantage=False,
-        parity=None,
-    )
     critic_path = str(model) if model.name == "tied" else None
+    dtypes = {"dtype": "float32", "compute_dtype": "float32"}
+    checkpoints = {"activation_checkpointing": model.name == "tied"}
     trainer = FSDPTrainer(
-        model_settings=TrainedModelSettings(
-            path=str(model),
-            dtype="float32",
-            compute_dtype="float32",
-            adam=ADAM,
-            activation_checkpointing=model.name == "tied",
-        ),
+        model_settings=TrainedModelSettings(path=str(model), adam=ADAM, **dtypes, **checkpoints),
         replicate=group.replicate,
         tensor_parallel=group.tensor_parallel,
         loss_fn=policy_gradient,
-        settings=update,
+        settings=UPDATE,
         buffer=GroupBuffer(),
         canary_prompts=CanaryPrompts(),
         canary_top=0,
