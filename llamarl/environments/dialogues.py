@@ -172,6 +172,7 @@ class _Dialogue:
         self.sampled += turn
 
 
+@dataclass(eq=False)
 class Dialogues:
     """Keeps the dialogues of one replica of the generator, with one or several environments.
 
@@ -179,19 +180,13 @@ class Dialogues:
     token ids. seed: the run's.
     """
 
-    def __init__(
-        self,
-        environments: Mapping[str, Environment],
-        *,
-        decode: Callable[[list[int]], str],
-        seed: int,
-        reproducible: bool,
-    ):
-        self._environments = dict(environments)
-        self._pools = [environment.pool for environment in environments.values()]
-        self._decode = decode
-        self._seed = seed
-        self._reproducible = reproducible
+    environments: Mapping[str, Environment]
+    decode: Callable[[list[int]], str]
+    seed: int
+    reproducible: bool
+
+    def __post_init__(self):
+        self._pools = [environment.pool for environment in self.environments.values()]
         self._numbers = count()
         self._open: dict[Key, _Dialogue] = {}
         self._keys: dict[int, Key] = {}  # by number
@@ -270,7 +265,7 @@ class Dialogues:
     def poll(self) -> tuple[list[GoOn], list[Over]]:
         """Return what the engine is to sample next, and what has ended since the last call."""
         self.take_answers()
-        if self._reproducible and self.num_acting:
+        if self.reproducible and self.num_acting:
             return [], self.pop_over()
         return self.pop_moves(), self.pop_over()
 
@@ -280,7 +275,7 @@ class Dialogues:
         """
         for place, pool in enumerate(self._pools):
             self._answers += [(place, *answer) for answer in pool.poll()]
-        if self._reproducible and self.num_acting:
+        if self.reproducible and self.num_acting:
             return
         # The order of environments, then of dialogues, decides what is batched together.
         self._answers.sort(key=lambda answer: answer[:2])
@@ -328,7 +323,7 @@ class Dialogues:
         self, key: Key, prompt: Prompt, params: SamplingParams, completion: Completion
     ) -> _Dialogue:
         number = next(self._numbers)
-        environment = self._environments[section_of(prompt)]
+        environment = self.environments[section_of(prompt)]
         group = self._groups.setdefault(key[:2], _Group())
         group.num_open += 1
         group.num_begun += 1
@@ -347,7 +342,7 @@ class Dialogues:
         self._open[key] = dialogue
         self._keys[number] = key
         row = row_of(prompt, environment.prompt_key)
-        environment.pool.begin(number, row, seed_of(self._seed, prompt))
+        environment.pool.begin(number, row, seed_of(self.seed, prompt))
         return dialogue
 
     def _forget_groups(self) -> None:
@@ -359,7 +354,7 @@ class Dialogues:
     def _act(self, dialogue: _Dialogue, turn: list[int]) -> None:
         """Put a turn to the environment, or end with it."""
         dialogue.num_turns += 1
-        text = dialogue.said = self._decode(turn)
+        text = dialogue.said = self.decode(turn)
         try:
             calls = dialogue.environment.read_calls(text)
         except Unreadable:
@@ -414,7 +409,7 @@ class Dialogues:
         turns = dialogue.environment.turns
         if dialogue.environment.rewrites:
             before = dialogue.history
-            newest = self._decode(dialogue.sampled[dialogue.turn_begin :])
+            newest = self.decode(dialogue.sampled[dialogue.turn_begin :])
             turn = {"role": "assistant", "content": newest}
             dialogue.history = [*before, turn, *said]
             if not turns.goes_on(before, turn, said, dialogue.tools):
@@ -484,7 +479,7 @@ class Dialogues:
         params = dialogue.params
         ends = turn[-1] in params.stop_token_ids
         if not ends and params.stop_strings:
-            text = self._decode(turn)
+            text = self.decode(turn)
             ends = any(string in text for string in params.stop_strings)
         if runs or ends:
             dialogue.take(turn)

@@ -95,14 +95,13 @@ class ListTask:
                 len(held_out),
                 limit,
             )
-        first = None
-        if fitting.first_spelled is not None:
-            first = _place_of(train, 0, fitting.first_spelled)
-        elif fitting_eval.first_spelled is not None:
-            first = _place_of(held_out, 0, fitting_eval.first_spelled)
-        if first is not None:
+        places = []
+        for examples, own in ((train, fitting), (held_out, fitting_eval)):
+            if own.first_spelled is not None:
+                places.append(_place_of(examples, 0, own.first_spelled))
+        if places:
             spelled = fitting.spelled + fitting_eval.spelled
-            warn_of_spelled(f"task {name}", spelled, len(train) + len(held_out), first=first)
+            warn_of_spelled(f"task {name}", spelled, len(train) + len(held_out), first=places[0])
         if trains and not self.num_train:
             raise ValueError(
                 f"task {name}: none of {len(train)} training prompts fits "
@@ -285,27 +284,29 @@ def from_values(values: Any, count: int) -> Fitting:
     return Fitting(array("q", places.tobytes()), digest, spelled, first)
 
 
+@dataclass
 class Tell:
     """Logs progress, once the work takes more than SOON_S. progress: called at every batch."""
 
-    def __init__(self, name: str, count: int, progress: Progress):
-        self._name = name
-        self._count = count
-        self._progress = progress
+    name: str
+    count: int
+    progress: Progress
+
+    def __post_init__(self):
         self._done = 0
         self._next = time.monotonic() + SOON_S
 
     def __call__(self, number: int) -> None:
         """Note that `number` more are done."""
         self._done += number
-        self._progress()
+        self.progress()
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + TOLD_EVERY_S
             log.info(
                 "task %s: %s of %s rows encoded, to know which are short enough; once a run",
-                self._name,
+                self.name,
                 f"{self._done:,}",
-                f"{self._count:,}",
+                f"{self.count:,}",
             )
 
 

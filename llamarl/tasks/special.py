@@ -65,13 +65,13 @@ class SpecialTokens:
 
     def __init__(self, tokenizer):
         self._tokenizer = tokenizer
-        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        decoder = getattr(tokenizer, "added_tokens_decoder", {})
+        added = decoder.values()
         words = {str(token) for token in added if token.special}
         words |= set(getattr(tokenizer, "all_special_tokens", ()))
         words.discard("")
         # The longest first, as the tokenizer takes them.
         self._words = sorted(words, key=lambda word: (-len(word), word))
-        decoder = getattr(tokenizer, "added_tokens_decoder", {})
         self._added = {index: str(token) for index, token in decoder.items()}
         self._pattern = _any_of(self._words)
         self._mark = f"⟦{secrets.token_hex(8)}:"  # which no text holds
