@@ -42,15 +42,12 @@ class Spread:
 class Diversity(EvalJudge[Spread]):
     """Embeds the samples of evaluations. Its model is whole on the first rank of the site."""
 
+    is_computing = True  # a piece of work is a forward
+
     def __init__(self, site: Site, settings: EmbedderSettings):
         self._settings = settings
         self._device = site.group.device
         self._embedder: Embedder | None = None
-
-    @property
-    def is_computing(self) -> bool:
-        """A piece of work is a forward."""
-        return True
 
     def start(self) -> None:
         """Load the model. ValueError or OSError for what cannot be used."""

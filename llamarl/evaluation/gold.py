@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -132,14 +132,15 @@ class Gold(EvalJudge[Judged]):
         """
         items = greedy_items(answers)
         keys = self._submit(list(itertools.chain.from_iterable(items.values())))
+        known = self._outcomes.keys()
         has_come = False
         while not has_come:
             yield
             self._outcomes.update(self._scorer.poll())
-            if self._reference_keys and self._have_come(self._reference_keys):
+            if self._reference_keys and known >= set(self._reference_keys):
                 self._against_N = self._scores(self._reference_keys, "reference answers")
                 self._reference_keys = []
-            has_come = not self._reference_keys and self._have_come(keys)
+            has_come = not self._reference_keys and known >= set(keys)
         gold_N = self._scores(keys, f"completions of policy version {version}")
         judged = {}
         for one, span in spans_of(items).items():
@@ -171,9 +172,6 @@ class Gold(EvalJudge[Judged]):
         if keys:
             self._scorer.release(keys)
         return keys
-
-    def _have_come(self, keys: Collection[int]) -> bool:
-        return self._outcomes.keys() >= set(keys)
 
     def _scores(self, keys: list[int], what: str) -> np.ndarray:
         """Return the scores [N] of these keys; NaN, with a warning, for those without a score.

@@ -136,9 +136,8 @@ class Evaluations:
         self._success_above = success_above
         # Once a set had a score other than 0 and 1, no later mean of the set is an accuracy.
         self._graded: set[EvalSet] = set()
-        self._begun: dict[
-            int, dict[tuple[int, int], ScoredAnswer]
-        ] = {}  # by version, then by place
+        # By version, then by place.
+        self._begun: dict[int, dict[tuple[int, int], ScoredAnswer]] = {}
 
     def add(self, answer: ScoredAnswer) -> Evaluation | None:
         """Take an answer. Return the evaluation of its version if this was the last one missing.
@@ -159,11 +158,8 @@ class Evaluations:
         metrics: dict[str, float | str] = {}
         for one in self._sets:
             own = [answer for answer in in_order if answer.completion.prompt_index in one.numbers]
-            measured = measure(
-                own,
-                is_accuracy=one not in self._graded,
-                success_above=self._success_above,
-            )
+            is_accuracy = one not in self._graded
+            measured = measure(own, is_accuracy=is_accuracy, success_above=self._success_above)
             metrics |= one.columns(measured)
             answers[one] = own
         return Evaluation(version, answers, metrics)

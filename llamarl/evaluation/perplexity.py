@@ -58,16 +58,13 @@ class Perplexity(EvalJudge[Likelihood]):
     microbatch_tokens: packed tokens a forward, per rank.
     """
 
+    is_computing = True  # a piece of work is a forward
+
     def __init__(self, site: Site, *, path: str, dtype: str, microbatch_tokens: int):
         self._site = site
         self._path = path
         self._dtype = getattr(torch, dtype)
         self._microbatch_tokens = microbatch_tokens
-
-    @property
-    def is_computing(self) -> bool:
-        """A piece of work is a forward."""
-        return True
 
     def load(self) -> None:
         """Load this rank's share of the model."""

@@ -149,10 +149,8 @@ def score_lines(answers: Sequence[ScoredAnswer], temperature: float) -> list[str
         lines.append(f"         {left_out(metrics)}")
     of_prompts = sampled_scores(answers)
     if of_prompts:
-        lengths = []
-        for answer in answers:
-            if not answer.completion.greedy:
-                lengths.append(answer.completion.token_ids.numel())
+        sampled = [answer.completion for answer in answers if not answer.completion.greedy]
+        lengths = [completion.token_ids.numel() for completion in sampled]
         k = len(lengths) // len(greedy)  # samples a prompt
         passed = []
         for n in sorted({k, *(1 << i for i in range(k.bit_length()))}):

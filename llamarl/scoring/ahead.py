@@ -62,6 +62,7 @@ class ScoreHead:
         return scores_1C[0, self._label : self._label + 1]
 
 
+@dataclass(frozen=True, slots=True)
 class LogprobHead:
     """The logprobs of a completion's tokens in a piece, each predicted by the token before it:
     float32, nats. For sequences whose last token is a label (llamarl.scoring.growing).
@@ -69,16 +70,9 @@ class LogprobHead:
     temperature: divides the logits. absent_rows, late_ends: what is out of the distribution.
     """
 
-    def __init__(
-        self,
-        temperature: float,
-        *,
-        absent_rows: Tensor | None = None,
-        late_ends: LateEnds | None = None,
-    ):
-        self._temperature = temperature
-        self._absent_rows = absent_rows
-        self._late_ends = late_ends
+    temperature: float
+    absent_rows: Tensor | None = None
+    late_ends: LateEnds | None = None
 
     def num_values(self, piece: Piece) -> int:
         """Return how many completion tokens the piece predicts."""
@@ -94,8 +88,8 @@ class LogprobHead:
             hidden_nD[-count:],
             weight_VD,
             labels_n[-count:].to(hidden_nD.device),
-            temperature=self._temperature,
-            narrowing=Narrowing.of(self._absent_rows, self._late_ends, offsets_n),
+            temperature=self.temperature,
+            narrowing=Narrowing.of(self.absent_rows, self.late_ends, offsets_n),
         )
         return logprobs
 

@@ -39,6 +39,8 @@ class Classifier(Scorer):
     text is scored alone, so that its score does not depend on timing.
     """
 
+    computes = True
+
     def __init__(self, settings: EncoderKindSettings, site: Site, *, reproducible: bool):
         self.name = f"encoder {Path(settings.path).name}"
         self._settings = settings
@@ -51,11 +53,6 @@ class Classifier(Scorer):
     def pending(self) -> int:
         """The number of texts that wait."""
         return len(self._waiting)
-
-    @property
-    def is_computing(self) -> bool:
-        """Whether the next `poll` computes."""
-        return bool(self._waiting)
 
     @property
     def is_busy(self) -> bool:

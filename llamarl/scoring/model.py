@@ -15,6 +15,7 @@ from __future__ import annotations
 import os.path
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -55,6 +56,8 @@ class ModelScorer(Scorer):
     are scored as a step trains on.
     """
 
+    computes = True
+
     def __init__(
         self,
         name: str,
@@ -79,7 +82,7 @@ class ModelScorer(Scorer):
         self._run = f"score/{self.name}"
         self._site.together.add(self._run, CollectiveCall(model.scores, to_message, from_message))
         self._rounds = Rounds(
-            self._transcript,
+            transcript=self._transcript,
             context=model.decoder.config.max_position_embeddings,
             tokens_a_round=model.tokens_a_round,
             reproducible=self._site.reproducible,
@@ -101,11 +104,6 @@ class ModelScorer(Scorer):
         """The number of items that are being scored."""
         num_growing = 0 if self._growing is None else self._growing.pending
         return self._rounds.pending + num_growing
-
-    @property
-    def is_computing(self) -> bool:
-        """Whether the next `poll` computes."""
-        return self.pending > 0
 
     def submit(self, key: int, item: Item) -> None:
         """Take one item. With a stream a training completion is read to its end; any other item
@@ -212,6 +210,7 @@ class ModelScorer(Scorer):
         return list(zip(keys, scores_N.tolist())), sum(one.num_tokens for one in asked)
 
 
+@dataclass(kw_only=True)
 class Rounds:
     """Batches that wait for a model. It scores a round of them at a time.
 
@@ -219,19 +218,13 @@ class Rounds:
     tokens that fill a microbatch on each rank. reproducible: batches are not computed together.
     """
 
-    def __init__(
-        self,
-        transcript: Transcript | None,
-        *,
-        context: int,
-        tokens_a_round: int,
-        reproducible: bool,
-    ):
+    transcript: Transcript | None
+    context: int
+    tokens_a_round: int
+    reproducible: bool
+
+    def __post_init__(self):
         self.pending = 0  # items
-        self._transcript = transcript
-        self._context = context
-        self._tokens_a_round = tokens_a_round
-        self._reproducible = reproducible
         self._num_batches = 0
         # (number of its batch, keys, sequences), each of one prompt
         self._waiting: Queue[tuple[int, list[int], ScoreRequest]] = Queue()
@@ -254,10 +247,10 @@ class Rounds:
                     errors.append((key, Outcome.error(str(error))))
                     continue
                 size = ids.numel()
-                if 0 < size <= self._context:
+                if 0 < size <= self.context:
                     tokens[key] = ids
                     continue
-                what = f"{size} tokens, and the scorer reads 1 to {self._context}"
+                what = f"{size} tokens, and the scorer reads 1 to {self.context}"
                 errors.append((key, Outcome.error(what)))
             if tokens:
                 asked = asked_of(list(tokens.values()))
@@ -275,11 +268,11 @@ class Rounds:
         first, _, _ = self._waiting.first
         keys: list[int] = []
         asked: list[ScoreRequest] = []
-        room = self._tokens_a_round
+        room = self.tokens_a_round
         while self._waiting:
             number, own, one = self._waiting.first
             is_over = asked and one.num_tokens > room
-            if is_over or (self._reproducible and number != first):
+            if is_over or (self.reproducible and number != first):
                 break
             self._waiting.take()
             keys += own
@@ -295,9 +288,9 @@ class Rounds:
 
     def _tokens_of(self, item: Item) -> Tensor:
         """Return all tokens [P + L] of an item, as the model reads it. ValueError."""
-        if self._transcript is None:
+        if self.transcript is None:
             return torch.cat([item.prompt.prompt_ids, item.sampled_ids])
-        ids = self._transcript.ids(item.prompt.asked, item.text, has_ended=item.has_ended)
+        ids = self.transcript.ids(item.prompt.asked, item.text, has_ended=item.has_ended)
         return torch.tensor(ids, dtype=torch.int64)
 
 

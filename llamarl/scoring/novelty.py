@@ -80,6 +80,7 @@ class Novelty(Scorer):
     """
 
     is_novelty = True
+    computes = True
 
     def __init__(
         self,
@@ -105,11 +106,6 @@ class Novelty(Scorer):
     def pending(self) -> int:
         """The number of items whose batch is whole and not scored yet."""
         return sum(map(len, self._released))
-
-    @property
-    def is_computing(self) -> bool:
-        """Whether the next `poll` computes."""
-        return bool(self._released)
 
     def start(self) -> None:
         """Load the model. ValueError or OSError for what cannot be used."""

@@ -291,6 +291,7 @@ class StreamedLogprobs:
             del self._read[key]
 
 
+@dataclass(eq=False)
 class Resets:
     """One rank's end of the resets.
 
@@ -298,73 +299,65 @@ class Resets:
     checkpoint waits for a version.
     """
 
-    def __init__(
-        self,
-        executor: Executor,
-        ranks: RankCalls,
-        decoder: Decoder,
-        weights: WeightsReceiver,
-        *,
-        every: int,
-        timeout_s: float,
-    ):
-        self._executor = executor
-        self._ranks = ranks
-        self._decoder = decoder
-        self._every = every
-        self._timeout_s = timeout_s
+    executor: Executor
+    ranks: RankCalls
+    decoder: Decoder
+    weights: WeightsReceiver
+    every: int
+    timeout_s: float
+
+    def __post_init__(self):
         self._due: list[int] = []  # versions that the trainer has announced, oldest first
         self._newest = math.inf  # no version after this one may be swapped in now
         self._asked: int | None = None  # the step of a checkpoint that waits for versions
         self._until = math.inf  # by time.monotonic(): how long it waits
-        named = travelling(decoder)
-        self._shards = [Shard(name, p, held_box(decoder, name, p)) for name, p in named]
-        self._weights = weights
-        self._weights.bind(decoder.config, named)
-        ranks.add("swap", CollectiveCall(self._swap, is_ready=self._may_swap))
+        named = travelling(self.decoder)
+        self._shards = [Shard(name, p, held_box(self.decoder, name, p)) for name, p in named]
+        self.weights.bind(self.decoder.config, named)
+        self.ranks.add("swap", CollectiveCall(self._swap, is_ready=self._may_swap))
 
     def begin_step(self) -> None:
         """Note that the trainer begins a version, which a checkpoint that was asked for before must
         not hold.
         """
         if self._asked is None:
-            self._newest = -1 if self._executor.control.has("save") else math.inf
+            self._newest = -1 if self.executor.control.has("save") else math.inf
 
     def needs(self, group: Group) -> int:
         """Return the first version of the reference that may score a group."""
         newest = newest_version(group)
-        return newest - newest % self._every
+        return newest - newest % self.every
 
     def report(self) -> None:
         """On ranks other than the first: report which version is staged here."""
-        self._ranks.lockstep.report(self._weights.staged)
+        self.ranks.lockstep.report(self.weights.staged)
 
     def swap_next(self) -> bool:
         """On the first rank: let all swap the next version that the trainer has announced, if it
         has come to all. Return whether it had.
         """
-        if not self._may_swap() or self._ranks.lockstep.agreed(self._weights.staged) is None:
+        if not self._may_swap() or self.ranks.lockstep.agreed(self.weights.staged) is None:
             return False
-        self._ranks.call("swap", self._due[0])
+        self.ranks.call("swap", self._due[0])
         return True
 
     def close(self) -> None:
         """Close the weights' channel."""
-        self._weights.close()
+        self.weights.close()
 
     def _may_swap(self) -> bool:
         """Whether the trainer has told of a version, and no checkpoint forbids it. On any rank in
         the order of the trainer's own words: a checkpoint is before the version it was made before,
         though the first rank may be past it already.
         """
-        self._due += [message["version"] for _, message in self._executor.control.take(RESET)]
+        self._due += [message["version"] for _, message in self.executor.control.take(RESET)]
         return bool(self._due) and self._due[0] <= self._newest
 
     def _swap(self, version: int) -> None:
-        staged = self._weights.swap()
+        staged = self.weights.swap()
         assert staged is not None, f"version {version} is not here"
         assert staged.version == version, f"version {staged.version} came, not {version}"
-        self._executor.version = version
+        self.executor.version = version
         self._due.remove(version)
 
     # --- Checkpoints ---
@@ -374,20 +367,20 @@ class Resets:
         more; TimedOut if one does not come.
         """
         if self._asked is None:
-            self._until = time.monotonic() + self._timeout_s
+            self._until = time.monotonic() + self.timeout_s
         self._asked = step
         self._newest = step
         has_worked = True
         while has_worked and self._may_swap():
-            if self._ranks.follows:
+            if self.ranks.follows:
                 self.report()
-                has_worked = self._ranks.follow()
+                has_worked = self.ranks.follow()
             else:
                 has_worked = self.swap_next()
         if self._may_swap():
             if time.monotonic() > self._until:
                 raise TimedOut(
-                    f"reference on rank {self._executor.group.rank} waited {self._timeout_s:.0f} s "
+                    f"reference on rank {self.executor.group.rank} waited {self.timeout_s:.0f} s "
                     f"for version {self._due[0]} from the trainer"
                 )
             return False
@@ -399,14 +392,14 @@ class Resets:
         started from, this rank's shard of the weights. What tensor-parallel ranks all hold is
         stored by the first of them alone.
         """
-        version = self._executor.version
+        version = self.executor.version
         boxes: dict[str, list] = {}
         state: dict[str, object] = {"version": version, "boxes": boxes}
-        if not version or self._executor.group.replica > 0:
+        if not version or self.executor.group.replica > 0:
             return state
-        is_first_peer = self._executor.group.tensor_index == 0
+        is_first_peer = self.executor.group.tensor_index == 0
         for shard in self._shards:
-            if not is_first_peer and not is_split(self._decoder, shard.name):
+            if not is_first_peer and not is_split(self.decoder, shard.name):
                 continue
             boxes[shard.name] = [shard.box.offsets, shard.box.lengths]
             state[f"model/{shard.name}"] = local(shard.parameter).contiguous()
@@ -420,9 +413,9 @@ class Resets:
         """
         parts = list(parts)
         for part in parts:
-            self._executor.version = int(part["version"])
-        if self._executor.version:  # version 0 is what training started from, which is not saved
-            config = self._decoder.config
+            self.executor.version = int(part["version"])
+        if self.executor.version:  # version 0 is what training started from, which is not saved
+            config = self.decoder.config
             shapes = parameter_shapes(config) | adapter_shapes(config)
             load_shards(self._shards, parts, shapes=shapes, take=_load_shard)
 

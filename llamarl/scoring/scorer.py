@@ -133,6 +133,7 @@ class Scorer(Protocol):
 
     name: str  # for messages, such as the function's import path
     is_novelty: bool = False  # whether its scores do not measure success
+    computes: bool = False  # whether `poll` computes the scores, on this thread
     has_read_ahead: bool = False  # at the last `poll`, even if that brought no outcome
 
     @property
@@ -145,7 +146,7 @@ class Scorer(Protocol):
     @property
     def is_computing(self) -> bool:
         """Whether the next `poll` computes here, on this thread."""
-        return False
+        return self.computes and self.pending > 0
 
     @property
     def is_busy(self) -> bool:

@@ -323,7 +323,7 @@ def test_in_any_order_everything_is_scored_once_and_each_attacks_answers_are_a_b
 
 @pytest.mark.parametrize("reproducible", [True, False])
 def test_a_model_scores_the_batches_of_evaluations_first(reproducible):
-    rounds = Rounds(None, context=100, tokens_a_round=1, reproducible=reproducible)
+    rounds = Rounds(transcript=None, context=100, tokens_a_round=1, reproducible=reproducible)
     for key in range(4):
         rounds.put({key: item("any", is_held_out=key == 3)})
     order = []
