@@ -391,28 +391,28 @@ def test_what_training_began_with_keeps_its_weights(job, base, begun, now):
     assert "other weights" in refusal(job(*of(base, *now)))
 
 
-def test_a_critic_that_the_checkpoint_has_may_lie_elsewhere_changed(job, base, caplog):
-    critic = copy_tiny(base.with_name("critic"))
-    given = of(base, *OWN_CRITIC, f"trainer.critic.path={critic}")
+@pytest.mark.parametrize(
+    "key, words",
+    [("model.path", ()), ("trainer.critic.path", OWN_CRITIC)],
+    ids=["policy", "critic"],
+)
+def test_a_model_of_which_the_checkpoint_has_all_weights_may_be_another_now(
+    job, base, caplog, key, words
+):
+    other = copy_tiny(base.with_name("other"))
+    given = (*of(base, *words), f"{key}={other}")
     path = a_checkpoint(job(*given))
-    retrained(critic)
+    retrained(other)
     with caplog.at_level(logging.WARNING, "llamarl"):
         assert opened(job(*given)).resume_from == path
-    assert f"another model, trainer.critic.path={critic}: other weights, which" in caplog.text
+    unread = "other weights, which are not read; the checkpoint has its own"
+    assert f"another model, {key}={other}: {unread}" in caplog.text
 
 
 def test_a_model_that_was_moved_is_the_same_model(job, base):
     path = a_checkpoint(job(*of(base, LORA)))
     moved = base.rename(base.with_name("moved"))
     assert opened(job(*of(moved, LORA))).resume_from == path
-
-
-def test_a_model_of_which_the_checkpoint_has_all_weights_may_be_another_now(job, base, caplog):
-    path = a_checkpoint(job(*of(base)))
-    retrained(base)
-    with caplog.at_level(logging.WARNING, "llamarl"):
-        assert opened(job(*of(base))).resume_from == path
-    assert "other weights, which are not read; the checkpoint has its own" in caplog.text
 
 
 def test_what_is_read_of_any_policys_directory_is_compared(job, base):
