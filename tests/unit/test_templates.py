@@ -6,7 +6,7 @@ import signal
 import pytest
 from transformers import AutoTokenizer
 
-from llamarl.config.command_line import compose_config
+from llamarl.config.command_line import ConfigError, compose_config
 from llamarl.models import given as given_model
 from llamarl.models.config import tiny_directory
 from llamarl.models.given import read_tokenizer
@@ -99,3 +99,8 @@ def test_an_option_that_the_template_does_not_read_is_refused(directory):
 )
 def test_the_command_line_sets_options(word):
     assert compose_config([word]).model.template_options == {"enable_thinking": False}
+
+
+def test_options_of_another_section_are_no_keys():
+    with pytest.raises(ConfigError, match="template_option.a   unknown key; did you mean"):
+        compose_config(["model.template_option.a=1"])
