@@ -110,13 +110,15 @@ class Tickets(RuleBasedStateMachine):
         self.step = 0
         self.started_at = {}  # ticket -> version of its generator
         self.ended = []  # trained on or given back
-        self.set_up(*ranks, given_back=0)
+        self.set_up(*ranks, given_back=[0])
 
     def set_up(self, dp_ranks, generators, peers, given_back):
         self.dp_ranks = dp_ranks
         self.peers = peers
-        shares = [len(range(i, given_back, dp_ranks)) for i in range(dp_ranks)]
-        self.pools = [Pool(STEP // dp_ranks, share) for share in shares]
+        if len(given_back) != dp_ranks:
+            total = sum(given_back)
+            given_back = [len(range(i, total, dp_ranks)) for i in range(dp_ranks)]
+        self.pools = [Pool(STEP // dp_ranks, share) for share in given_back]
         self.working = [[] for _ in range(generators)]
         self.held = [self.step] * generators  # versions
         self.ordered = set()  # stragglers that were ordered to end
@@ -340,7 +342,7 @@ class Tickets(RuleBasedStateMachine):
             deadlines |= pool.started
             finished |= pool.finished
         buffered = {t for t in finished if t % 8 not in lost}
-        given_back = sum(pool.num_given_back for pool in self.pools)
+        given_back = [pool.num_given_back for pool in self.pools]
         dp_ranks, *others = ranks
         if self.last is not None:
             dp_ranks = self.dp_ranks
