@@ -36,6 +36,7 @@ def test_decoding_and_backward_multiply_by_tiles():
     assert run_python("-c", TAKEN, **OTHER).split() == ["True", "1"]
 
 
+@pytest.mark.slow
 @pytest.mark.bitwise("kernels have the same bits whatever rows and threads are beside")
 def test_the_kernels_compute_the_same_by_their_other_branches():
     said = run_python("-m", "pytest", "-q", "-n", "0", *KERNELS, **OTHER)
