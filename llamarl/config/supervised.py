@@ -21,6 +21,7 @@ from llamarl.config.schema import Config
 from llamarl.config.sections.run import (
     CheckpointSettings,
     MetricsSettings,
+    PlacedRanks,
     find_metrics,
     find_ranks,
 )
@@ -130,7 +131,7 @@ class SupervisedConfig:
     """
     dry_run: Flag = marked("outward")
     """Print the resolved job, its memory and three examples, and exit."""
-    ranks: Count | None = marked("outward")
+    ranks: PlacedRanks | None = marked("outward")
     """Ranks of a dry run in one process, as if so many were started; null: those that were."""
     seed: Seed = marked("identity")
     """Seed of the order of the rows, and of a reward model's head."""

@@ -7,7 +7,9 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from llamarl.words.choices import Governor
 from llamarl.words.fields import (
@@ -19,10 +21,15 @@ from llamarl.words.fields import (
     Options,
     Positive,
     Seed,
+    Whole,
     marked,
     settings_dataclass,
 )
 from llamarl.words.findings import Findings
+
+# More would take a dry run minutes.
+_PLACED = Field(ge=1, le=65_536, description="a whole number from 1 to 65,536")
+PlacedRanks = Annotated[Whole, _PLACED]
 
 
 @settings_dataclass
@@ -45,7 +52,7 @@ class RunSettings:
     """Seed of every random choice."""
     dry_run: Flag = marked("outward")
     """Print the resolved run, check data and reward on three samples, and exit."""
-    ranks: Count | None = marked("outward")
+    ranks: PlacedRanks | None = marked("outward")
     """Ranks of a dry run in one process, as if so many were started; null: those that were."""
     max_lag: Natural | None = marked("identity", "answers")
     """Steps that the oldest token of a trained completion may be old; 0: synchronous and
@@ -106,9 +113,6 @@ class RunSettings:
         return self.synchronous
 
 
-MOST_RANKS = 65_536  # that a dry run places; it takes half a minute
-
-
 def find_ranks(ranks: int | None, dry_run: bool, num_started: int, found: Findings) -> None:
     """Find ranks that were not started. num_started: the ranks that torchrun started."""
     if ranks is not None and not dry_run:
@@ -118,8 +122,6 @@ def find_ranks(ranks: int | None, dry_run: bool, num_started: int, found: Findin
             "ranks",
             "dry_run",
         )
-    if ranks is not None and ranks > MOST_RANKS:
-        found.add(f"a dry run places at most {MOST_RANKS:,} ranks", "ranks")
     if ranks is not None and num_started > 1:
         found.add(
             f"this dry run has {num_started} ranks already; start it in one process, without "
