@@ -72,13 +72,15 @@ def test_llamarl_imports_no_executor_and_no_recipe():
 
 
 # By the text: the trees of all tests take seconds.
-TEST_FILE = re.compile(r"^ *(?:from|import) +tests\b[\w.]*(?:\.| import .*\b)test_", re.MULTILINE)
+NAMES = r" import (?:.*|\([^)]*)\b"  # on one line, or on several in parentheses
+TEST_FILE = re.compile(rf"^ *(?:from|import) +tests\b[\w.]*(?:\.|{NAMES})test_", re.MULTILINE)
 
 
 def test_no_test_file_is_imported():
     """What tests share is in modules of its own, such as those of tests/build."""
     for line in (
         "from tests.unit import a, test_x",
+        "from tests.unit import (\n    a,\n    test_x,\n)",
         "    import tests.test_x",
         "from tests.test_x",
     ):

@@ -160,6 +160,7 @@ def test_a_model_that_differs_is_named_with_what_differs_of_it():
     old = policy("a", **{"weights": "1", "config.json": {"rope_theta": 1.0, "labels": []}})
     moved = policy("b", **{"weights": "1", "config.json": {"rope_theta": 1.0, "labels": []}})
     assert differences(old, moved) == []
+    assert differences(identity(), identity(lr=1)) == [], "nor is another rate another run"
     other = policy("b", **{"weights": "2", "config.json": {"rope_theta": 2.0, "labels": []}})
     (found,) = differences(old, other)
     assert found.permit == "model"

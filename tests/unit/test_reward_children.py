@@ -377,6 +377,15 @@ def test_a_look_adds_up_a_process_and_its_descendants(note, limit_mb, expected):
     assert is_too_much(process_that(child), limit_mb, note) is expected
     most = note.read()
     assert 400 * MB < most < 500 * MB if expected else most is None
+    assert note.read() is None, "it is read once"
+
+
+def test_the_next_look_comes_the_sooner_the_less_is_left(note):
+    with process_that("held = b'x' * (100 << 20)") as process:
+        near, far = (Watch(process.pid, limit_mb * MB, note.writer) for limit_mb in (200, 5000))
+        assert not far.is_too_much() and not near.is_too_much()  # the far one is looked at first
+        assert near.wait_s() < far.wait_s()
+        process.kill()
 
 
 @pytest.mark.parametrize("limit_mb, expected", [(280, True), (500, False)])
