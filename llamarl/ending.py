@@ -348,9 +348,9 @@ def remembered_stops() -> Iterator[None]:
 def heard_stops(hear: Callable[[], None]) -> Iterator[None]:
     """Call `hear` at each signal in the body, and now if one is remembered.
 
-    After a body that ends well, a signal ends the process. After an error it does not until
-    `remembered_stops` ends: torchrun sends SIGTERM to the ranks beside a dead one, and each of them
-    has yet to print why it ends.
+    After a body that ends well, a signal ends the process. After an error SIGTERM does not until
+    `remembered_stops` ends: torchrun sends it to the ranks beside a dead one, and each of them has
+    yet to print why it ends.
     """
     earlier = _install(lambda number, frame: hear())
     memory = earlier[signal.SIGTERM]
@@ -366,7 +366,10 @@ def heard_stops(hear: Callable[[], None]) -> Iterator[None]:
         if memory is not None:
             memory.is_before_loop = False
             memory.come.clear()
-        _restore(memory.earlier if memory is not None and ends_well else earlier)
+            earlier = dict(memory.earlier)
+            if not ends_well:
+                earlier[signal.SIGTERM] = memory
+        _restore(earlier)
 
 
 def _install(handler: Callable[[int, FrameType | None], None]) -> _Handlers:

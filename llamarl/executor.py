@@ -424,7 +424,7 @@ class Executor:
     @property
     def finishes_on_stop(self) -> bool:
         """Whether it is still stepped after a stop request: a rank that follows takes part to the
-        end in what was begun.
+        end in what was begun. An executor that has to save something overrides this.
         """
         return self.follows
 

@@ -83,6 +83,8 @@ def _models(inputs: JobInputs) -> dict[str, ModelParts]:
         "config.json": architecture_of(read_config(inputs.model_path)),
         "tokenizer": tokenizer_digest(inputs.model_path),
         "stop tokens": list(inputs.stop_token_ids),
+        # A fingerprint of prompts lacks what a template writes behind an environment's turns.
+        "template_options": dict(c.model.template_options),
         "weights": weights_digest(inputs.model_path),
     }
     found: dict[str, ModelParts] = {"model.path": policy}

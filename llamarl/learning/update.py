@@ -4,7 +4,7 @@ backward, check, update.
     step (policy version v -> v + 1)
       reference logprobs of every token, no gradient     with a reference of the trainer's own
       old values of every token, no gradient             with a critic
-      rewards -> shaped -> advantages                    llamarl.learning.targets
+      rewards -> shaped -> advantages                    llamarl.learning.targets, .advantages
       T passes (updates_per_batch) over
         N minibatches (minibatches_per_step) of whole groups, one optimizer update each
 

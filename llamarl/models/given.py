@@ -5,6 +5,7 @@ may be wrong; errors name the file.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import signal
 import threading
@@ -44,8 +45,14 @@ _TRIALS = (
     [{"role": "system", "content": "Add."}, _ASKED],
     [_ASKED, {"role": "assistant", "content": "2"}, _ASKED],
 )
-# Variables that every conversation gives a template, and that no option may replace.
-_GIVEN = {"messages", "add_generation_prompt"}
+# What a conversation, the tokenizer and transformers give a template: no option may replace it.
+_GIVEN = {
+    *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
+    *("additional_special_tokens", "raise_exception", "strftime_now"),
+}
+_GENERATION = re.compile(r"{%-?\s*(end)?generation\s*-?%}")  # a tag of transformers' own
+_TRUTHS = ("yes", "no", "on", "off", "true", "false")
 # What a template raises if it refuses a conversation.
 _REFUSALS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
@@ -127,22 +134,40 @@ def template_file(path: Path) -> Path:
 
 def with_options(template: object, options: Mapping[str, object], file: Path) -> str:
     """Return a chat template that sets these variables itself, so that no caller has to. ValueError
-    names a variable that it does not read, or a text for a truth value. file: where it is.
+    names a variable that it does not read, or a value that it would misread. file: where it is.
     """
     if not isinstance(template, str):
-        raise ValueError(f"{file}: model.template_options need one chat template, which is absent")
+        what = "there is none"
+        if isinstance(template, dict):
+            what = f"there are several: {', '.join(template)}"
+        raise ValueError(f"{file}: model.template_options need one chat template, and {what}")
+    read = _variables_of(template, file) - _GIVEN
     set_first = ""
-    read = set(re.findall(r"[A-Za-z_]\w*", template)) - _GIVEN
     for name, value in options.items():
+        option = f"model.template_options.{name}"
         if name not in read:
             near = did_you_mean(name, read)
-            raise ValueError(f"{file}: model.template_options.{name}: it does not read that{near}")
-        if value in ("yes", "no", "on", "off"):  # which a template would take for true
-            option = f"model.template_options.{name}={value}"
-            raise ValueError(f"{option}: a text; write true or false")
+            raise ValueError(f"{file}: {option}: it reads no variable of that name{near}")
+        if isinstance(value, str) and value.lower() in _TRUTHS:
+            raise ValueError(f"{option}={value}: a text, which is true; write true or false")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{option}={value}: need a finite number")
         set_first += f"{{% set {name} = {value!r} %}}"
     # The newline belongs to the last tag: transformers' templates are read with trim_blocks.
     return f"{set_first}\n{template}"
+
+
+def _variables_of(template: str, file: Path) -> set[str]:
+    """Return the variables that a chat template reads and does not set itself."""
+    from jinja2 import Environment, TemplateError, meta
+
+    try:
+        parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(
+            _GENERATION.sub("", template)
+        )
+    except TemplateError as error:
+        raise ValueError(f"{file}: {error}") from error
+    return meta.find_undeclared_variables(parsed)
 
 
 def check_template_ends(tokenizer, path: Path) -> None:

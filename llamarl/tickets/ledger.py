@@ -137,6 +137,7 @@ class TicketLedger:
         self._turns: dict[tuple[int, int], list[tuple[int, int]]] = {}  # see _turns_of
         self._num_started = 0  # and untrained, of all pools
         self._num_finished = 0  # of these
+        self._changed = set(range(num_pools))  # pools that may have some to give back
         self._lock = threading.RLock()
 
     @property
@@ -243,6 +244,7 @@ class TicketLedger:
                         "trained on already"
                     )
                 pool.finish(ticket, verdicts.get(ticket))
+                self._changed.add(ticket % len(self._pools))
                 self._num_finished += 1
             return self._give_back() if self.refills else []
 
@@ -257,8 +259,9 @@ class TicketLedger:
         if self.synchronous and not all(pool.has_batch for pool in self._pools):
             return []
         given_back: dict[int, Verdict] = {}
-        for pool in self._pools:
-            given_back |= pool.give_back()
+        for index in sorted(self._changed):  # one call of many must not ask all of 1,000 ranks
+            given_back |= self._pools[index].give_back()
+        self._changed.clear()
         if given_back:
             self._choices.ended(given_back)
             self._num_started -= len(given_back)
@@ -298,6 +301,7 @@ class TicketLedger:
             self.step += 1
             self._recount()
             self._turns.clear()
+            self._changed.update(range(len(self._pools)))
             self._taken = consumed
             if self.governor:
                 num_finished = sum(len(pool.finished) for pool in self._pools)
@@ -328,6 +332,7 @@ class TicketLedger:
             self.step = step
             self._recount()
             self._turns.clear()
+            self._changed.update(range(len(self._pools)))
             self._taken = None
 
     def waits_for(self) -> list[int]:
@@ -419,6 +424,7 @@ class TicketLedger:
         n = len(self._pools)
         with self._lock:
             self._turns.clear()
+            self._changed.update(range(n))
             self.step = state["step"]
             if self.governor:
                 self.governor.resume(state["overcommit"], state["rewards"])

@@ -82,14 +82,22 @@ def keys_of(line: str) -> str:
     return " | ".join(" ".join(problem.keys) or "-" for problem in found) if found else "ok"
 
 
-def wording() -> str:
-    """Return all command lines, and what is said of each."""
-    lines = []
-    for line, _ in rows():
-        lines += [f"$ {line}"] if problems(line) else []
-        lines += [f"  {problem.where}   {problem.what}" for problem in problems(line)]
-    return "\n".join(lines).replace(str(tiny_directory()), "TINY") + "\n"
+def wording_of(line: str) -> str:
+    """Return a command line and what is said of it, as refusals.txt has them; "" for none."""
+    said = [f"  {problem.where}   {problem.what}\n" for problem in problems(line)]
+    return "".join([f"$ {line}\n", *said]).replace(SHORT["TINY"], "TINY") if said else ""
+
+
+@cache
+def read_wordings() -> dict[str, str]:
+    """Return what refusals.txt has of each command line."""
+    entries = REFUSALS.read_text().split("\n$ ")
+    found = {}
+    for entry in entries:
+        entry = "$ " + entry.removeprefix("$ ").rstrip("\n") + "\n"
+        found[entry.partition("\n")[0].removeprefix("$ ")] = entry
+    return found
 
 
 if __name__ == "__main__":
-    print(wording(), end="")
+    print("".join(wording_of(line) for line, _ in rows()), end="")

@@ -16,6 +16,7 @@ LACKING = (
     "generator=vllm",
     "metrics.tensorboard=",
     "metrics.wandb=",
+    "model.template_options",
     "placement.sheet=",
     "reward=encoder",
     "reward=function reward.fn=...",

@@ -102,14 +102,18 @@ def recipe(tmp_path):
 
 @pytest.mark.parametrize("line, keys", [pytest.param(*row, id=row[0]) for row in refused.rows()])
 def test_a_command_line_is_refused_for_these_keys_or_accepted(line, keys):
+    """What is said of it somebody has read: python -m tests.golden.refused >
+    tests/golden/refusals.txt, and read the difference.
+    """
     assert refused.keys_of(line) == keys
+    assert refused.wording_of(line) == refused.read_wordings().get(line, "")
 
 
-def test_what_is_said_of_bad_command_lines_is_what_somebody_has_read():
-    """python -m tests.golden.refused > tests/golden/refusals.txt, and read the difference."""
-    assert refused.wording() == refused.REFUSALS.read_text()
-    said = [line for line in refused.wording().splitlines() if not line.startswith("$ ")]
-    assert not [line for line in said if "secret" in line]
+def test_the_wordings_are_those_of_the_refused_lines_and_show_no_key():
+    lines = [line for line, keys in refused.rows() if keys != "ok"]
+    assert list(refused.read_wordings()) == lines
+    said = [entry.partition("\n")[2] for entry in refused.read_wordings().values()]
+    assert not [one for one in said if "secret" in one]
 
 
 @pytest.mark.parametrize(

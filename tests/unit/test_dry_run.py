@@ -140,7 +140,7 @@ def test_a_victim_needs_no_weights_either(tmp_path, capsys):
 @pytest.mark.parametrize(
     "ranks, word, said",
     [
-        (0, "", "at least 1"),
+        (0, "", "a whole number from 1 to"),
         (4, "placement.trainer=[4]", "ranks are 0 to 3"),
         (3, "generator.tensor_parallel=4", "cannot be split"),
     ],

@@ -188,6 +188,7 @@ def test_a_signal_before_the_loop_is_heard_at_its_beginning_and_once():
 
 def test_after_an_error_of_the_loop_a_signal_does_not_end_the_process_before_it_is_printed(capfd):
     had = []
+    interrupt = signal.getsignal(signal.SIGINT)
     before = signal.signal(signal.SIGTERM, lambda number, frame: had.append(number))
     try:
         with remembered_stops():
@@ -195,6 +196,7 @@ def test_after_an_error_of_the_loop_a_signal_does_not_end_the_process_before_it_
             with pytest.raises(ValueError), heard_stops(lambda: None):
                 raise ValueError("a rank is gone")
             capfd.readouterr()
+            assert signal.getsignal(signal.SIGINT) is interrupt, "whoever presses Ctrl-C is heard"
             sent()
             assert not had and capfd.readouterr().err == ""
             sent()

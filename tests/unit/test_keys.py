@@ -191,6 +191,13 @@ def test_other_stop_tokens_are_told_and_named():
     assert "another model, model.path=a: stop tokens: [2] in the checkpoint, [] now" == found.what
 
 
+def test_other_options_of_the_chat_template_are_another_policys():
+    old, new = policy("a", template_options={}), policy("a", template_options={"thinks": False})
+    (found,) = differences(old, new)
+    assert found.refuses and found.permit == "model"
+    assert "template_options: thinks: null in the checkpoint, false now" in found.what
+
+
 def test_a_value_that_changes_what_is_learned_is_told_and_one_that_does_not_is_not():
     old, new = identity(lr=1e-6, timeout_s=600.0), identity(lr=1e-5, timeout_s=60.0)
     (told,) = differences(old, new)

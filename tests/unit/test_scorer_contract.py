@@ -134,11 +134,20 @@ def collect(scorer):
     return outcomes
 
 
-def test_every_item_is_answered_once_under_its_key_and_much_to_do_is_busy(scorer):
+def test_much_to_do_is_busy_to_one_that_has_timed_nothing(make):
+    scorer = make()
+    assert not scorer.is_busy
+    ask(scorer, *[("p", "c", key) for key in range(300)])
+    assert scorer.is_busy
+    collect(scorer)
+    assert not scorer.is_busy
+
+
+def test_every_item_is_answered_once_under_its_key(scorer):
     assert not scorer.is_busy and scorer.pending == 0
     asked = [("p" * (key % 5), "c", key) for key in range(300)]
     ask(scorer, *asked, first=7)
-    assert scorer.is_busy and scorer.pending == 300
+    assert scorer.pending == 300
     outcomes = collect(scorer)
     assert isinstance(scorer.name, str) and scorer.name
     assert sorted(key for key, _ in outcomes) == list(range(7, 307))

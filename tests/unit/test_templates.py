@@ -76,17 +76,43 @@ def test_options_of_a_template_are_those_that_transformers_is_given(directory, o
     assert ("<no>" in want) == (options.get("enable_thinking") is False)
 
 
-def test_an_option_that_the_template_does_not_read_is_refused(directory):
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (
+            {"enable_thinkin": False},
+            "enable_thinkin: it reads no variable of that name; did you me",
+        ),
+        ({"thinking": False}, "thinking: it reads no"),  # a comment, and a part of the text
+        ({"message": 1}, "message: it reads no"),  # its own
+        ({"style": 1}, "style: it reads no"),
+        ({"tools": None}, "tools: it reads no"),  # an environment gives them
+        ({"enable_thinking": "No"}, "enable_thinking=No: a text, which is true; write true or"),
+        ({"enable_thinking": float("inf")}, "need a finite number"),
+    ],
+)
+def test_an_option_that_the_template_does_not_read_or_misreads_is_refused(directory, options, said):
     file = directory / "chat_template.jinja"
-    file.write_text(THINKING)
-    with pytest.raises(ValueError, match="enable_thinkin: it does not read that; did you mean ena"):
-        read_tokenizer(directory, chat=False, options={"enable_thinkin": False})
-    with pytest.raises(ValueError, match="enable_thinking=no: a text; write true or false"):
-        read_tokenizer(directory, chat=False, options={"enable_thinking": "no"})
-    with pytest.raises(ValueError, match="messages: it does not read that"):
-        read_tokenizer(directory, chat=False, options={"messages": []})
-    file.unlink()
-    with pytest.raises(ValueError, match="need one chat template"):
+    more = (
+        "{# thinking #}<thinking>{% set style = 1 %}{{ tools }}{% generation %}{% endgeneration %}"
+    )
+    file.write_text(more + THINKING)
+    with pytest.raises(ValueError, match=said):
+        read_tokenizer(directory, chat=False, options=options)
+
+
+def test_options_need_one_template(directory):
+    with pytest.raises(ValueError, match="need one chat template, and there is none"):
+        read_tokenizer(directory, chat=False, options={"enable_thinking": False})
+    (directory / "chat_template.jinja").write_text("a")
+    more = directory / "additional_chat_templates"
+    more.mkdir()
+    (more / "tool_use.jinja").write_text("b")
+    with pytest.raises(ValueError, match="there are several: default, tool_use"):
+        read_tokenizer(directory, chat=False, options={"enable_thinking": False})
+    (directory / "chat_template.jinja").write_text("{% if %}")
+    shutil.rmtree(more)
+    with pytest.raises(ValueError, match="chat_template.jinja: "):
         read_tokenizer(directory, chat=False, options={"enable_thinking": False})
 
 
