@@ -439,6 +439,33 @@ def test_groups_that_more_trainer_ranks_cannot_train_on_in_time_start_again():
     assert indices(two.start(100, 14)) == [50, 52, 57, 60, 61], "started again before new ones"
 
 
+def test_a_straggler_is_overdue_at_its_last_step_once_others_make_up_the_batch():
+    ledger = build_ledger(groups_per_step=2)
+    ledger.start(4, 0)  # deadline 1
+    ledger.finish([1, 2])
+    assert ledger.overdue() == [], "step 0 is not their last"
+    assert ledger.take(0) == [1, 2]
+    ledger.start(10, 1)  # 4 and 5
+    ledger.finish([4])
+    assert ledger.take(1) is None and ledger.overdue() == [], "with 4 alone there is no batch"
+    ledger.finish([3])
+    assert ledger.take(1) is None and ledger.overdue() == [0]
+    ledger.finish([0])
+    assert ledger.overdue() == [] and ledger.take(1) == [0, 3]
+
+
+def test_a_rank_that_waits_for_data_keeps_the_others_from_ending_stragglers():
+    ledger = build_ledger(groups_per_step=2, overcommit=4, num_pools=2)
+    ledger.start(4, 0)  # two a data-parallel rank, deadline 1
+    ledger.finish([0, 1])
+    assert ledger.take(0) == [0, 1]
+    ledger.start(10, 1)
+    ledger.finish([4])
+    assert ledger.overdue() == [], "the rank of 2 could do without it, but the other has nothing"
+    ledger.finish([5])
+    assert ledger.overdue() == [2, 3]
+
+
 def test_a_ticket_cannot_finish_twice_or_unstarted_and_a_step_is_taken_once():
     ledger = build_ledger(groups_per_step=1, max_lag=0, overcommit=0)
     with pytest.raises(ValueError, match="ticket 0 finished, but it is not in work"):
