@@ -75,6 +75,15 @@ def test_the_leader_hears_of_all_beats_by_two_questions():
     assert [beat for beat, _ in seen.values()] == [b"%d" % rank for rank in range(1, MANY)]
 
 
+def test_a_rank_that_has_not_beaten_yet_is_no_silent_one():
+    store = Store()
+    leader = control_of(0, 3, store)
+    seen = {1: (b"", 0.0), 2: (b"", 0.0)}
+    store.set("beat/2", "7")
+    leader._look_for_silent(store, seen)
+    assert seen[1][0] == b"" and seen[2][0] == b"7" and leader.failure is None
+
+
 def test_trainer_ranks_that_meet_in_a_checkpoint_send_one_message_each_to_the_leader_and_back():
     posted = []
 

@@ -466,6 +466,15 @@ def test_a_rank_that_waits_for_data_keeps_the_others_from_ending_stragglers():
     assert ledger.overdue() == [2, 3]
 
 
+def test_groups_that_were_given_back_are_counted_once_after_a_resume_with_more_trainer_ranks():
+    ours = build_ledger(max_refill=2)
+    ours.start(6, 0)
+    assert ours.finish([0, 1, 2], dict.fromkeys(range(3), EQUAL)) == [0, 1, 2]
+    again = build_ledger(max_refill=2, num_pools=2)
+    again.load_state_dict(json.loads(json.dumps(ours.state_dict())))
+    assert [len(of_pool) for of_pool in again.state_dict()["given_back"]] == [2, 1]
+
+
 def test_a_ticket_cannot_finish_twice_or_unstarted_and_a_step_is_taken_once():
     ledger = build_ledger(groups_per_step=1, max_lag=0, overcommit=0)
     with pytest.raises(ValueError, match="ticket 0 finished, but it is not in work"):
