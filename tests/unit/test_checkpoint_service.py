@@ -544,3 +544,32 @@ def test_an_earlier_checkpoint_waits_for_no_room(clock, monkeypatch, tmp_path):
     service.save(3, Exporting())
     service.serve()
     assert "No space left" in checkpointer.failed[3] and clock.now == began
+
+
+def test_what_a_full_disk_has_taken_of_a_part_goes_before_the_next_try(
+    clock, monkeypatch, tmp_path
+):
+    control = FakeControl(clock)
+    service, checkpointer = service_with(control, tmp_path)
+    allowed = safetensors.torch.save_file
+    tries = []
+
+    def save_file(tensors, path):
+        tries.append(path)
+        if len(tries) == 1:
+            path.write_bytes(b"half")
+            full()
+        allowed(tensors, path)
+
+    def check_room(folder, num_bytes):
+        if any(file.read_bytes() == b"half" for file in folder.glob("*.safetensors")):
+            full()  # what it takes is the room that is lacking
+
+    monkeypatch.setattr(safetensors.torch, "save_file", save_file)
+    monkeypatch.setattr(checkpointer_module, "check_room", check_room)
+    service.save(3, Exporting(), is_last=True)
+    give_up = clock.now + 50
+    while clock.now < give_up and not checkpointer.failed and not checkpointer.sealed(3):
+        service.serve()
+        control.wait(1.0)
+    assert checkpointer.sealed(3) and len(tries) == 2
