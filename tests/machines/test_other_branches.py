@@ -32,6 +32,7 @@ print(NativeDecode(decoder, x.dtype).use_tiles, kernels(x).has_tiles())
 KERNELS = ("tests/unit/test_fused.py", "tests/unit/test_decode_kernels.py")
 
 
+@pytest.mark.slow
 def test_decoding_and_backward_multiply_by_tiles():
     assert run_python("-c", TAKEN, **OTHER).split() == ["True", "1"]
 

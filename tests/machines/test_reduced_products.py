@@ -48,6 +48,7 @@ def test_reduced_products_are_measured_and_not_chosen():
     assert done.stdout.startswith("highest (error ") and "not medium (error " in done.stdout
 
 
+@pytest.mark.slow
 def test_the_main_job_ends_at_its_first_parity_check_if_they_are_chosen_all_the_same(tmp_path):
     if library("decode", "-fopenmp") is None:
         pytest.skip("trainer and generator multiply alike without the C kernels")

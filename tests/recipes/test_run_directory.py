@@ -711,6 +711,7 @@ def test_a_checkpoint_that_other_hosts_see_late_is_waited_for_and_not_passed_ove
     assert older.is_dir()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_another_host_never_sees_ends_in_an_error_that_names_it(job, seen_late):
     """The older one is not taken instead, for the newer is whole."""
     a_checkpoint(job(), 3)
