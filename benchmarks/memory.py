@@ -38,9 +38,10 @@ from llamarl.learning.update import PolicyUpdate, UpdateSettings
 from llamarl.learning.values import Critic, CriticSettings, OwnCritic, SharedCritic
 from llamarl.memory import Training, longest_microbatch, update_bytes
 from llamarl.models.build import Decoder, build_decoder, random_weights
-from llamarl.models.config import Lora, ModelConfig, read_config, tiny_directory
+from llamarl.models.config import ModelConfig, read_config, tiny_directory
 from llamarl.models.lora import reset_lora
 from llamarl.models.masters import Masters
+from llamarl.models.shape import Lora
 from llamarl.models.sharding import num_parameters
 from llamarl.types import Group
 

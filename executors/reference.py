@@ -31,8 +31,8 @@ from llamarl.errors import NotFinite
 from llamarl.executor import Executor, State, WeightsForm
 from llamarl.learning.logprobs import LateEnds
 from llamarl.models.build import Decoder
-from llamarl.models.config import Lora
 from llamarl.models.fsdp import local
+from llamarl.models.shape import Lora
 from llamarl.scoring.ahead import StreamSettings
 from llamarl.scoring.reference import Batched, Resets, Streamed, newest_version
 from llamarl.scoring.scorer import Site

@@ -14,9 +14,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from llamarl.evaluation.ask import HeldOutPrompts
 from llamarl.evaluation.metrics import GreedySums
 from llamarl.executor import Executor
+from llamarl.inference.agreement import check_agreement
 from llamarl.learning.supervised import (
     ExampleOrder,
     Objective,
@@ -66,6 +69,12 @@ class SupervisedTrainer(Executor):
     def setup(self) -> None:
         """Load the model, and make what trains it. Collective over the ranks."""
         self.model = TrainedModel(self.model_settings, self.group, lr=self.settings.lr)
+        check_agreement(
+            self.model.decoder,
+            self.model_settings.path,
+            self.group.device,
+            getattr(torch, self.model_settings.compute_dtype),
+        )
         self._update = SupervisedUpdate(
             self.model.decoder,
             self.model.optimizer,

@@ -27,6 +27,7 @@ from llamarl.comm.channel import dp_rank_of
 from llamarl.ddma.channel import send_reset, sender_of, senders_of
 from llamarl.ddma.sender import WeightsSender
 from llamarl.executor import Executor
+from llamarl.inference.agreement import check_agreement
 from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.logprobs import canary_of
 from llamarl.learning.samples import SampleMaker, StepWatch
@@ -120,6 +121,12 @@ class FSDPTrainer(Executor):
         """Load the model, and make what trains it. Collective over the trainer's ranks."""
         self.model = TrainedModel(
             self.model_settings, self.group, lr=self.settings.lr, adapt=self.adapt_decoder
+        )
+        check_agreement(
+            self.model.decoder,
+            self.model_settings.path,
+            self.group.device,
+            getattr(torch, self.model_settings.compute_dtype),
         )
         self.critic = None
         if self.critic_settings is not None:

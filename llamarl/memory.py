@@ -17,7 +17,8 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llamarl.models.config import Lora, ModelConfig
+from llamarl.models.config import ModelConfig
+from llamarl.models.shape import Lora
 from llamarl.models.sharding import (
     adapter_shapes,
     heads_of,

@@ -18,9 +18,10 @@ from llamarl.environments.pool import EnvironmentPool
 from llamarl.inference import Engine, vllm_engine
 from llamarl.inference.requests import on_cpu
 from llamarl.inference.vllm_engine import VLLMEngine
-from llamarl.models.config import Lora, read_config, tiny_directory
+from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.directory import SafetensorsDir
 from llamarl.models.hf import load_tokenizer, load_weights, named_parameters_hf
+from llamarl.models.shape import Lora
 from llamarl.models.sharding import adapter_shapes, parameter_shapes
 from llamarl.tasks.environment import turn_tokens
 from llamarl.types import Prompt

@@ -104,6 +104,9 @@ def told(config: Config, path: Path) -> list[str]:
                 'task     addition asks "35+50=" as bare text and was made for the tiny model; '
                 "task=questions asks chat models, and README lists others"
             )
+    if model.implementation == "transformers":
+        way = "each sequence by itself" if model.is_read_alone else "packed"
+        lines.append(f"model    transformers' modules compute {model.architecture}, {way}")
     if config.longest_asked == model.max_position_embeddings:
         key = config.longest_keys.partition(" ")[0]
         room = config.longest_asked - config.max_new_tokens

@@ -15,10 +15,10 @@ from llamarl.inference.engine import Engine
 from llamarl.inference.protocol import Bind
 from llamarl.inference.vllm_engine import VLLMEngine
 from llamarl.models.build import Decoder, build_decoder, read_config
-from llamarl.models.config import Lora
-from llamarl.models.hf import absent_rows, load_weights
+from llamarl.models.hf import absent_rows, load_buffers, load_weights
 from llamarl.models.lora import lay_side_by_side, travelling
 from llamarl.models.quantize import quantize_decoder
+from llamarl.models.shape import Lora
 from llamarl.models.sharding import adapter_shapes, parameter_shapes
 from llamarl.models.tp import TensorParallel
 
@@ -54,6 +54,7 @@ def build_native(
         quantize_decoder(decoder, quantize, quantize_exclude)
     if lora is None:
         decoder = decoder.to_empty(device=group.device)
+        load_buffers(decoder, model_path)
     decoder = decoder.eval().requires_grad_(False)
     decoder.absent_rows = absent_rows(model_path, config.vocab_size, group.device)
     lay_side_by_side(decoder)

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llamarl.inference.schedule import Room, whole_blocks
-from llamarl.models.attention import PackedAttention, fused
-from llamarl.models.build import Decoder
+from llamarl.models.attention import PRODUCTS, PackedAttention, Scores, fused, scored
+from llamarl.models.decoder import Decoder
 from llamarl.models.fused import gpu_kernels
 
 _FAST_PRODUCTS = (torch.float32, torch.bfloat16)  # on a CPU
@@ -26,16 +26,28 @@ _FAST_PRODUCTS = (torch.float32, torch.bfloat16)  # on a CPU
 
 class SlotCache:
     """K/V of at most `max_slots` rows of at most `max_len` tokens: keys and values of each layer as
-    one [2, S, J, L, K], S L about `budget` at most.
+    one [2, S, J, L, K], S L about `budget` at most. J and K are the layer's. dtype: that the
+    decoder computes in; None: that of its weights.
 
     On a GPU S and L are fixed from the start. On a CPU they grow with what is asked of them,
     because rows that lie close together are read twice as fast. Their sizes are `room`'s.
     """
 
-    def __init__(self, decoder: Decoder, max_slots: int, max_len: int, budget: int):
-        self.num_kv_heads = decoder.num_cached_kv_heads
-        self.head_dim = decoder.config.head_dim
-        self.dtype = decoder.tok_embeddings.weight.dtype
+    def __init__(
+        self,
+        decoder: Decoder,
+        max_slots: int,
+        max_len: int,
+        budget: int,
+        dtype: torch.dtype | None = None,
+    ):
+        # Of a layer whose K/V were not seen yet nothing is held.
+        self._shapes = decoder.cached_shapes or [(0, 0)] * len(decoder.layers)
+        if decoder.config.is_read_alone:
+            self._shapes = [(1, 1)]  # of token ids, in the place of keys and of values
+        self.dtype = dtype or decoder.tok_embeddings.weight.dtype
+        if decoder.config.is_read_alone:
+            self.dtype = torch.float64
         self.device = decoder.tok_embeddings.weight.device
         self.room = Room(
             max_slots=max_slots,
@@ -46,7 +58,7 @@ class SlotCache:
         self.max_len = self.room.max_len
         self.rows = self.room.rows
         self.capacity = self.room.capacity  # places of a row
-        self.layers = [self._empty() for _ in decoder.layers]
+        self.layers = [self._empty(shape) for shape in self._shapes]
 
     def reserve(self, rows: int, length: int) -> None:
         """Make room for `rows` rows of `length` <= max_len tokens; what these held stays.
@@ -63,17 +75,18 @@ class SlotCache:
         self.rows = self.room.rows
         self.capacity = self.room.capacity
         for i, old in enumerate(self.layers):
-            new = self._empty()
+            new = self._empty(self._shapes[i])
             kept = old[:, : self.rows, :, : self.capacity]
             _, num_rows, _, num_places, _ = kept.shape
             new[:, :num_rows, :, :num_places] = kept
             self.layers[i] = new
 
-    def _empty(self) -> Tensor:
+    def _empty(self, of_layer: tuple[int, int]) -> Tensor:
         """[2, S, J, L, K] of zeros: places beyond a row's end are read too, and masked, which a NaN
         would survive.
         """
-        shape = (2, self.rows, self.num_kv_heads, self.capacity, self.head_dim)
+        kv_heads, head_dim = of_layer
+        shape = (2, self.rows, kv_heads, self.capacity, head_dim)
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def write(
@@ -82,6 +95,9 @@ class SlotCache:
         """Keep the K/V of tokens at their slots and positions. Returns all keys and all values of
         the layer, [S, J, L, K] each.
         """
+        if not self._shapes[layer][0]:
+            self._shapes[layer] = (k_TJK.shape[1], k_TJK.shape[2])
+            self.layers[layer] = self._empty(self._shapes[layer])
         held = self.layers[layer]
         keys, values = held
         on_gpu = gpu_kernels(k_TJK)
@@ -91,6 +107,15 @@ class SlotCache:
         keys[slots_T, :, positions_T] = k_TJK
         values[slots_T, :, positions_T] = v_TJK
         return keys, values
+
+    def write_tokens(self, slots_T: Tensor, positions_T: Tensor, tokens_T: Tensor) -> None:
+        """Keep token ids at their slots and positions, for a decoder that reads them again."""
+        ids_T11 = tokens_T[:, None, None].to(self.dtype)
+        self.write(0, slots_T, positions_T, ids_T11, ids_T11)
+
+    def tokens(self, slot: int, length: int) -> Tensor:
+        """Return the first `length` token ids [n] of a slot."""
+        return self.layers[0][0, slot, 0, :length, 0].long()
 
     def copy(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copy the first `length` places of slots `source` to slots `target`, none of which is a
@@ -135,11 +160,18 @@ class Prefill:
         self.longest = self._packed.longest
         self.padding = self._packed.padding
 
-    def attend(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor) -> Tensor:
+    def attend(
+        self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor, scores: Scores = PRODUCTS
+    ) -> Tensor:
         """Keep the K/V, and return what each token reads of its own prompt, [T, H, K]."""
         kept = slice(len(self._slots))
         self._cache.write(layer, self._slots, self._positions, k_TJK[kept], v_TJK[kept])
-        return self._packed.attend(layer, q_THK, k_TJK, v_TJK)
+        return self._packed.attend(layer, q_THK, k_TJK, v_TJK, scores)
+
+    def sequences(self, tokens_T: Tensor) -> Iterator[tuple[Tensor, int]]:
+        """Keep the prompts' tokens, and yield each prompt."""
+        self._cache.write_tokens(self._slots, self._positions, tokens_T)
+        return self._packed.sequences(tokens_T)
 
 
 class Pieces:
@@ -156,6 +188,7 @@ class Pieces:
         device = cache.device
         self._cache = cache
         self._slots_N = slots_N.to(device)
+        self._begun = list(zip(slots_N.tolist(), starts_N.tolist(), lengths_N.tolist()))
         self.longest = int((starts_N + lengths_N).max())
         ends_N = lengths_N.cumsum(0)
         firsts_N = ends_N - lengths_N
@@ -168,22 +201,37 @@ class Pieces:
         is_token_NL = steps_L < lengths_N[:, None]
         queries_NL = firsts_N[:, None] + steps_NL
         places_NL = starts_N[:, None] + steps_NL
-        seen_NLM = torch.arange(self.longest) <= places_NL[..., None]
+        distances_NLM = places_NL[..., None] - torch.arange(self.longest)
         self.positions_T = positions_T.to(device)
         self._slots_T = slots_N.repeat_interleave(lengths_N).to(device)
         self._queries_NL = queries_NL.to(device)
-        self._seen_N1LM = seen_NLM[:, None].to(device)
+        self._distances_N1LM = distances_NLM[:, None].to(device)
         self._places_T = is_token_NL.flatten().nonzero()[:, 0].to(device)
 
-    def attend(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor) -> Tensor:
+    def attend(
+        self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor, scores: Scores = PRODUCTS
+    ) -> Tensor:
         """Keep the K/V, and return what each token reads of its slot up to itself, [T, H, K]."""
         keys, values = self._cache.write(layer, self._slots_T, self.positions_T, k_TJK, v_TJK)
         k_NJMK = keys[self._slots_N, :, : self.longest]
         v_NJMK = values[self._slots_N, :, : self.longest]
+        seen_N1LM = self._distances_N1LM >= 0
+        if scores.window is not None and scores.narrows(self.longest):
+            seen_N1LM = seen_N1LM & (self._distances_N1LM < scores.window)
         q_NHLK = q_THK[self._queries_NL].transpose(1, 2)
-        out_NHLK = fused(q_NHLK, k_NJMK, v_NJMK, self._seen_N1LM)
+        if scores.are_products:
+            q_NHLK = scores.scaled(q_NHLK)
+            out_NHLK = fused(q_NHLK, k_NJMK, v_NJMK, seen_N1LM)
+        else:
+            out_NHLK = scored(q_NHLK, k_NJMK, v_NJMK, seen_N1LM, scores)
         out_NLHK = out_NHLK.transpose(1, 2)
         return out_NLHK.flatten(0, 1)[self._places_T]
+
+    def sequences(self, tokens_T: Tensor) -> Iterator[tuple[Tensor, int]]:
+        """Keep the new tokens, and yield each sequence up to them, and where they start."""
+        self._cache.write_tokens(self._slots_T, self.positions_T, tokens_T)
+        for slot, start, length in self._begun:
+            yield self._cache.tokens(slot, start + length), start
 
 
 class Decode:
@@ -209,28 +257,52 @@ class Decode:
         self._rows = slice(first_slot, end)
         self._slots = torch.arange(first_slot, end, device=device)
         self._length = whole_blocks(longest)
-        places_L = torch.arange(self._length, device=device)
-        unseen_NL = places_L > positions_N[:, None]
-        bias_NL = torch.where(unseen_NL, -torch.inf, 0.0)
         self._by_products = device.type == "cpu" and cache.dtype in _FAST_PRODUCTS
-        if not self._by_products:
-            bias_NL = bias_NL.to(cache.dtype)
-        self._bias_N11L = bias_NL[:, None, None]
+        places_L = torch.arange(self._length, device=device)
+        self._distances_NL = positions_N[:, None] - places_L
+        self._biases: dict[int | None, Tensor] = {}  # of each window that layers have
 
-    def attend(self, layer: int, q_NHK: Tensor, k_NJK: Tensor, v_NJK: Tensor) -> Tensor:
+    def attend(
+        self, layer: int, q_NHK: Tensor, k_NJK: Tensor, v_NJK: Tensor, scores: Scores = PRODUCTS
+    ) -> Tensor:
         """Keep the K/V, and return what each row's token reads of its row, [N, H, K]."""
         keys, values = self._cache.write(layer, self._slots, self._positions, k_NJK, v_NJK)
         k_NJLK = keys[self._rows, :, : self._length]
         v_NJLK = values[self._rows, :, : self._length]
-        kv_heads = self._cache.num_kv_heads
-        q_NJRK = q_NHK.unflatten(1, (kv_heads, -1))
+        bias_N11L = self._bias(scores)
+        if not scores.are_products:
+            out_NH1K = scored(q_NHK[:, :, None], k_NJLK, v_NJLK, bias_N11L == 0, scores)
+            return out_NH1K[:, :, 0]
+        kv_heads = k_NJK.shape[1]
+        q_NJRK = scores.scaled(q_NHK).unflatten(1, (kv_heads, -1))
         if self._by_products:
-            seen = self._read_by_products(q_NJRK, k_NJLK, v_NJLK)
+            seen = self._read_by_products(q_NJRK, k_NJLK, v_NJLK, bias_N11L)
         else:
-            seen = F.scaled_dot_product_attention(q_NJRK, k_NJLK, v_NJLK, attn_mask=self._bias_N11L)
+            seen = F.scaled_dot_product_attention(q_NJRK, k_NJLK, v_NJLK, attn_mask=bias_N11L)
         return seen.reshape(q_NHK.shape)
 
-    def _read_by_products(self, q_NJRK: Tensor, k_NJLK: Tensor, v_NJLK: Tensor) -> Tensor:
+    def sequences(self, tokens_N: Tensor) -> Iterator[tuple[Tensor, int]]:
+        """Keep the rows' tokens, and yield each row whole, and where its new token is."""
+        self._cache.write_tokens(self._slots, self._positions, tokens_N)
+        for slot, position in zip(self._slots.tolist(), self._positions.tolist()):
+            yield self._cache.tokens(slot, position + 1), position
+
+    def _bias(self, scores: Scores) -> Tensor:
+        """Return what is added to scores [N, 1, 1, L]: -inf where a place is not seen, else 0."""
+        window = scores.window if scores.narrows(self.longest) else None
+        if window not in self._biases:
+            unseen_NL = self._distances_NL < 0
+            if window is not None:
+                unseen_NL |= self._distances_NL >= window
+            bias_NL = torch.where(unseen_NL, -torch.inf, 0.0)
+            if not self._by_products:
+                bias_NL = bias_NL.to(self._cache.dtype)
+            self._biases[window] = bias_NL[:, None, None]
+        return self._biases[window]
+
+    def _read_by_products(
+        self, q_NJRK: Tensor, k_NJLK: Tensor, v_NJLK: Tensor, bias_N11L: Tensor
+    ) -> Tensor:
         """Compute attention as two batched products, with a softmax in float32. PyTorch's own
         kernel takes 25 times as long for one query per row on a CPU.
         """
@@ -239,8 +311,8 @@ class Decode:
         # The keys stand on the left, because row by row they are read twice as fast there.
         products = torch.bmm(keys, queries.mT).mT
         scores = products.unflatten(0, q_NJRK.shape[:2])
-        scale = self._cache.head_dim**-0.5
-        biased = self._bias_N11L + scores * scale
+        scale = q_NJRK.shape[-1] ** -0.5
+        biased = bias_N11L + scores * scale
         weights = biased.softmax(-1).to(keys.dtype)
         values = v_NJLK.flatten(0, 1)
         return torch.bmm(weights.flatten(0, 1), values)

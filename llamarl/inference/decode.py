@@ -31,7 +31,7 @@ from llamarl.inference.cache import SlotCache
 from llamarl.inference.sampler import check_vector
 from llamarl.machine.kernels import library
 from llamarl.models.attention import Attention
-from llamarl.models.build import Decoder, FeedForward, Layer
+from llamarl.models.build import Decoder, FeedForward, Layer, NativeDecoder
 from llamarl.models.fused import RMSNorm, is_altered
 from llamarl.models.lora import LoraLinear, adapters_of
 
@@ -39,7 +39,7 @@ _CPU = torch.device("cpu")
 _FLAGS = {torch.float32: ("-fopenmp",), torch.bfloat16: ("-fopenmp", "-DBF16")}
 # The modules whose forward the kernel computes. A subclass may compute something else.
 _PLAIN = (
-    *(Decoder, nn.ModuleList, Layer, Attention, FeedForward),
+    *(NativeDecoder, nn.ModuleList, Layer, Attention, FeedForward),
     *(nn.Linear, LoraLinear, nn.Embedding, nn.Identity, RMSNorm, nn.SiLU),
 )
 # Ranks of adapters are filled up to a multiple, so that a product takes tiles with them as without.

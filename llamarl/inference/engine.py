@@ -32,6 +32,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from llamarl.inference.agreement import check_agreement
 from llamarl.inference.cache import KeptRows, SlotCache
 from llamarl.inference.requests import (
     NewTokens,
@@ -97,7 +98,9 @@ class Engine(SlotEngine):
                 f"max_slots={max_slots}, max_len={max_len}: need at least 1 slot and 2 tokens"
             )
         places = decoder.config.max_position_embeddings
-        if decoder.config.traits.learned_positions and max_len > places:
+        learned = decoder.config.traits.learned_positions
+        if (learned or decoder.config.implementation == "transformers") and max_len > places:
+            # transformers' modules do not say whether they are learned.
             raise ValueError(
                 f"max_len={max_len}: {decoder.config.architecture} has learned positions for "
                 f"{places}"
@@ -137,7 +140,10 @@ class Engine(SlotEngine):
         # Places that the next token of any row attends to, at most; 0: to be looked up.
         self._reach = 0
         self._graphs = None
-        if cuda_graphs and not self._on_cpu and decoder.tensor_parallel is None:
+        is_recordable = (
+            decoder.config.implementation == "native" and decoder.tensor_parallel is None
+        )
+        if cuda_graphs and not self._on_cpu and is_recordable:
             self._graphs = DecodeGraphs(
                 self.device, self._cache.rows - 2, self._cache.capacity, self._decode_rows
             )
@@ -167,6 +173,7 @@ class Engine(SlotEngine):
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         decoder = load_policy(path, adapter, dtype=getattr(torch, dtype), device=device)
+        check_agreement(decoder, path, torch.device(device), getattr(torch, dtype))
         return cls(decoder, max_slots=max_slots, max_len=max_len, device=device, **options)
 
     def submit_partial(self, partial: Partial) -> None:

@@ -41,8 +41,9 @@ from llamarl.inference.requests import Recorded, Request, TokenIds
 from llamarl.inference.sampler import SamplingParams, sample_keys
 from llamarl.inference.slots import SlotEngine
 from llamarl.inference.stop_strings import Decode
-from llamarl.models.config import Lora, ModelConfig
+from llamarl.models.config import ModelConfig
 from llamarl.models.peft import save_adapter
+from llamarl.models.shape import Lora
 from llamarl.models.sharding import aligned, num_parameters
 from llamarl.types import FinishReason
 

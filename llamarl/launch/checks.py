@@ -19,7 +19,7 @@ from llamarl.launch.scorers import gold_kind, reward_kinds
 from llamarl.models.build import build_decoder
 from llamarl.models.config import ModelConfig, read_config
 from llamarl.models.given import read_model
-from llamarl.models.hf import absent_ids
+from llamarl.models.hf import absent_ids, is_as_named
 from llamarl.models.peft import check_adapter
 from llamarl.models.quantize import quantize_decoder
 from llamarl.models.scorer import SCORE
@@ -103,6 +103,8 @@ def _check_model(inputs: JobInputs, model: ModelConfig) -> None:
             f"{model.architecture}, because vLLM lays its tensors out differently; "
             "generator=native"
         )
+    if model.implementation == "transformers":
+        _check_transformers_model(inputs, model)
     inputs.check_weights(inputs.model_path, model)
     _check_adapters(inputs, model)
     if g.kind == "native" and g.quantize != "none":
@@ -111,6 +113,27 @@ def _check_model(inputs: JobInputs, model: ModelConfig) -> None:
             quantize_decoder(decoder, g.quantize, tuple(g.quantize_exclude))
         except ValueError as error:
             raise ValueError(f"generator.quantize_exclude={g.quantize_exclude}: {error}") from error
+
+
+def _check_transformers_model(inputs: JobInputs, model: ModelConfig) -> None:
+    """Check that nothing is asked of a model which only our own modules do."""
+    c = inputs.config
+    what = (
+        f"{inputs.model_path / 'config.json'}: transformers' modules compute {model.architecture}"
+    )
+    for section, size in (("trainer", c.trainer), ("generator", c.generator)):
+        if size.tensor_parallel > 1:
+            raise ValueError(
+                f"{what}, and they are not split over ranks: set {section}.tensor_parallel=1; more "
+                "trainer ranks share its layers (FSDP)"
+            )
+    if c.generator.quantize != "none":
+        raise ValueError(f"{what}, and they are not quantised: set generator.quantize=none")
+    if c.generator.kind == "vllm" and not is_as_named(inputs.model_path, model):
+        raise ValueError(
+            f"{what}, and its tensors on disk are cut otherwise than its parameters, by which vLLM "
+            "does not know them: generator=native"
+        )
 
 
 def _check_adapters(inputs: JobInputs, model: ModelConfig) -> None:

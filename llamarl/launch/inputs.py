@@ -12,9 +12,10 @@ from llamarl.config.placement import TINY_MODEL
 from llamarl.config.sections.victim import ATTACK, NoVictimSettings, placed_victim
 from llamarl.errors import NoWeights
 from llamarl.launch.tasks import TaskBuilder
-from llamarl.models.config import Lora, ModelConfig
+from llamarl.models.config import ModelConfig
 from llamarl.models.given import read_tokenizer, template_file
 from llamarl.models.hf import weights_of
+from llamarl.models.shape import Lora
 from llamarl.scoring.embedding import EmbedderSettings, check_sentence_encoder
 from llamarl.scoring.kinds.kind import ScoredText
 from llamarl.tasks.base import PromptMaker, Task

@@ -96,9 +96,11 @@ def chunked_logprobs(
     chunk_tokens: int = CHUNK_TOKENS,
     entropy_grad: bool = False,
     narrowing: Narrowing | None = None,
+    logit_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (log softmax(hidden @ weight.T / temperature)[label], entropy of that softmax), [T]
-    nats each, float32 or wider. narrowing: leaves logits out of that softmax.
+    nats each, float32 or wider. narrowing: leaves logits out of that softmax. logit_cap: logits are
+    cap tanh(hidden @ weight.T / cap).
 
     temperature 0 means greedy decoding, which has no distribution of its own: it is treated as 1.
     The entropy carries a gradient only with `entropy_grad`. Peak memory beyond the gradients: a few
@@ -122,7 +124,14 @@ def chunked_logprobs(
         if least < 0 or most >= len(weight_VD):
             raise IndexError(f"labels {int(least)}..{int(most)}: there are 0..{len(weight_VD) - 1}")
     return _ChunkedLogprobs.apply(
-        hidden_TD, weight_VD, labels_T, temperature or 1.0, chunk_tokens, entropy_grad, narrowing
+        hidden_TD,
+        weight_VD,
+        labels_T,
+        temperature or 1.0,
+        chunk_tokens,
+        entropy_grad,
+        narrowing,
+        logit_cap,
     )
 
 
@@ -134,6 +143,7 @@ def make_head(
     chunk_tokens: int = CHUNK_TOKENS,
     entropy_grad: bool = False,
     narrowing: Narrowing | None = None,
+    logit_cap: float | None = None,
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Return a head for Decoder.forward that gives (logprobs, entropy) of labels [R], each
     predicted at its row of the hidden states. See chunked_logprobs for the rest.
@@ -160,6 +170,7 @@ def make_head(
             chunk_tokens=chunk_tokens,
             entropy_grad=entropy_grad,
             narrowing=narrowing,
+            logit_cap=logit_cap,
         )
         # Copies: FSDP2 hooks what a module returns, and warns of a view.
         return logprobs[:num_labels].clone(), entropy[:num_labels].clone()
@@ -172,11 +183,21 @@ class _ChunkedLogprobs(torch.autograd.Function):
     a of l[y] and b of H:
 
     dz = a (onehot(y) - p) - b p (l + H),   dh = dz W / temperature,   dW = dz^T h / temperature
+
+    With a cap z = cap tanh(h W^T / cap) / temperature, and dz counts 1 - (z temperature / cap)^2.
     """
 
     @staticmethod
     def forward(
-        ctx, hidden_TD, weight_VD, labels_T, temperature, chunk_tokens, entropy_grad, narrowing
+        ctx,
+        hidden_TD,
+        weight_VD,
+        labels_T,
+        temperature,
+        chunk_tokens,
+        entropy_grad,
+        narrowing,
+        logit_cap,
     ):
         tokens = hidden_TD.shape[0]
         vocab = weight_VD.shape[0]
@@ -187,7 +208,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         found_4T = hidden_TD.new_empty(4, tokens, dtype=wide_dtype(weight_VD))
         for part in _parts(tokens, size):
             logits_CV = logits[part if keeps else slice(part.stop - part.start)]
-            _logits(hidden_TD, weight_VD, part, narrowing, out=logits_CV)
+            _logits(hidden_TD, weight_VD, part, narrowing, logit_cap, out=logits_CV)
             log_softmax(logits_CV, labels_T[part], temperature, out=found_4T[:, part])
         ctx.save_for_backward(hidden_TD, weight_VD, labels_T, found_4T)
         ctx.kept_TV = logits if keeps else None
@@ -195,6 +216,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ctx.size = size
         ctx.entropy_grad = entropy_grad
         ctx.narrowing = narrowing
+        ctx.logit_cap = logit_cap
         logprobs = found_4T[0].clone()
         entropy = found_4T[1].clone()
         if not entropy_grad:
@@ -219,7 +241,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for part in parts:
             logits_CV = logits[part if keeps else slice(part.stop - part.start)]
             if not keeps:
-                _logits(hidden_TD, weight_VD, part, ctx.narrowing, out=logits_CV)
+                _logits(hidden_TD, weight_VD, part, ctx.narrowing, ctx.logit_cap, out=logits_CV)
+            slope_CV = _slope(logits_CV, ctx.logit_cap)
             grad_CV = log_softmax_backward(
                 logits_CV,
                 labels_T[part],
@@ -228,6 +251,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 None if b is None else b[part],
                 ctx.temperature,
             )
+            if slope_CV is not None:
+                grad_CV.mul_(slope_CV)
             torch.mm(grad_CV, weight_VD, out=grad_hidden[part])
             if ctx.needs_input_grad[1]:
                 product = weight_gradient(grad_CV, hidden_TD[part])
@@ -244,16 +269,33 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if grad_weight is None:
                 grad_weight = torch.zeros_like(weight_VD)
             grad_weight = grad_weight.to(weight_VD.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None
 
 
 def _logits(
-    hidden_TD: Tensor, weight_VD: Tensor, part: slice, narrowing: Narrowing | None, *, out: Tensor
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    part: slice,
+    narrowing: Narrowing | None,
+    logit_cap: float | None,
+    *,
+    out: Tensor,
 ) -> None:
     """Write the logits [C, V] of a part of the tokens."""
     torch.mm(hidden_TD[part], weight_VD.T, out=out)
+    if logit_cap is not None:
+        out.div_(logit_cap).tanh_().mul_(logit_cap)
     if narrowing is not None:
         narrowing.apply(out, part)
+
+
+def _slope(logits_CV: Tensor, logit_cap: float | None) -> Tensor | None:
+    """Return how capped logits [C, V] change with those before the cap; None without a cap. Those
+    that a narrowing took out lie beyond the cap, and do not change.
+    """
+    if logit_cap is None:
+        return None
+    return (1 - (logits_CV / logit_cap).square_()).clamp_(min=0)
 
 
 def log_softmax(logits_CV: Tensor, labels_C: Tensor, temperature: float, *, out: Tensor) -> None:
@@ -383,6 +425,7 @@ def label_head(
         temperature=temperature,
         narrowing=Narrowing.of(decoder.absent_rows, late_ends, batch.offsets),
         entropy_grad=entropy_grad,
+        logit_cap=decoder.logit_cap,
     )
 
 
@@ -423,7 +466,7 @@ def canary_of(
             ids = torch.tensor(sequence.token_ids)
             positions = torch.arange(len(ids) - 1)
             attention = PackedAttention(torch.tensor([0, len(positions)]))
-        logits_TV = decoder(ids[:-1], positions, attention, F.linear)
+        logits_TV = decoder(ids[:-1], positions, attention)
         logits.append(logits_TV[sequence.given - 1 :])
         labels.append(ids[sequence.given :])
     labels_S = torch.cat(labels)

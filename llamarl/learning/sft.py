@@ -166,7 +166,7 @@ class NextToken:
 def _head(decoder: Decoder, batch: PairBatch) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     labels = batch.labels[batch.rows]
     narrowing = Narrowing.of(decoder.absent_rows, None, labels)
-    return make_head(labels, batch.rows, narrowing=narrowing)
+    return make_head(labels, batch.rows, narrowing=narrowing, logit_cap=decoder.logit_cap)
 
 
 @torch.no_grad()

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from llamarl.executor import ExecutorGroup
 from llamarl.learning.optim import AdamSettings, build_optimizer, settle_moments
-from llamarl.models.build import Decoder
-from llamarl.models.config import Lora
+from llamarl.models.build import Decoder, read_config
 from llamarl.models.fsdp import held_box, is_split, local, whole_parameters
 from llamarl.models.hf import export
 from llamarl.models.loading import training_decoder
 from llamarl.models.lora import travelling
 from llamarl.models.peft import export_adapted, load_adapter
 from llamarl.models.scorer import scorer_fields, settle_pad_token
+from llamarl.models.shape import Lora
 from llamarl.models.sharded_state import Shard, load_shards, optimizer_tensors, set_steps, steps_of
 from llamarl.models.sharding import Box, adapter_shapes, num_parameters, parameter_shapes
 from llamarl.models.tp import TensorParallel
@@ -56,7 +56,15 @@ class TrainedModelSettings:
 
 
 def load_decoder(settings: TrainedModelSettings, group: ExecutorGroup) -> Decoder:
-    """Load the decoder that these settings train. Collective over the group."""
+    """Load the decoder that these settings train. Collective over the group. ValueError for several
+    ranks of a model that reads each sequence by itself: they would gather its layers unlike times.
+    """
+    config = read_config(settings.path)
+    if config.is_read_alone and group.size > 1:
+        raise ValueError(
+            f"{settings.path}: layers of {config.architecture} carry a state, so that each "
+            f"sequence is read by itself, and {group.size} ranks cannot share them; train on 1 rank"
+        )
     return training_decoder(
         settings.path,
         mesh=group.data_mesh(),

@@ -8,7 +8,8 @@ K head dim, D model, N sequences, L longest, M keys.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -44,16 +45,55 @@ SEGMENT_STEPS = 8
 Angles = tuple[Tensor, Tensor]  # cos and sin [T, 1, K] of every token's positions
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How a layer makes scores of queries and keys, and the attention's weights of scores.
+
+    s = q k^T scale,   s = softcap tanh(s / softcap)          (Gemma 2)
+    weights = softmax([s, sink]), without the sink's own      (gpt-oss)
+    """
+
+    scale: float | None = None  # None: 1 / sqrt(K)
+    window: int | None = None  # tokens that a query sees, itself included; None: all before it
+    softcap: float | None = None
+    sinks_H: Tensor | None = None
+
+    @property
+    def are_products(self) -> bool:
+        """Whether they are nothing but scaled products, as PyTorch's kernels compute them."""
+        return self.softcap is None and self.sinks_H is None
+
+    def scaled(self, q_THK: Tensor) -> Tensor:
+        """Return queries whose products, divided by sqrt(K), are scaled as here."""
+        factor = 1.0 if self.scale is None else self.scale * q_THK.shape[-1] ** 0.5
+        return q_THK if abs(factor - 1.0) < 1e-12 else q_THK * factor
+
+    def narrows(self, longest: int) -> bool:
+        """Whether a query at a place below `longest` sees less than all before it."""
+        return self.window is not None and self.window < longest
+
+
+PRODUCTS = Scores()
+
+
 class AttentionContext(Protocol):
     """Says which keys each query sees."""
 
     longest: int  # above every position
     padding: int  # tokens behind the last that a decoder computes in vain
 
-    def attend(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor) -> Tensor:
-        """Return softmax attention of every token over what it may see, [T, H, K].
+    def attend(
+        self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor, scores: Scores = PRODUCTS
+    ) -> Tensor:
+        """Return softmax attention of every token over what it may see, [T, H, K of values].
 
         Padding gets 0.
+        """
+        ...
+
+    def sequences(self, tokens_T: Tensor) -> Iterator[tuple[Tensor, int]]:
+        """Yield each sequence of a pass whole [n], and how many of its tokens come before those of
+        this pass, for a decoder that must read every sequence by itself.
         """
         ...
 
@@ -74,13 +114,15 @@ class PackedAttention:
         starts = cu_seqlens[:-1]
         if parents is None:
             parents = torch.full_like(lengths, -1)
+        self._lengths = lengths.tolist()
+        self._parents = parents.tolist()
         is_child = parents >= 0
         # A root's parent, -1, reads the last segment's place and length, which are not taken.
         prefix_starts = starts[parents]
         prefixes = torch.where(is_child, lengths[parents], 0)
         self._parts = []
         on_cpu = cu_seqlens.device.type == "cpu"
-        self._added_masks: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._added_masks: dict[tuple[int, torch.dtype, int | None], Tensor] = {}
         for of_kind in (~is_child, is_child):
             numbers = of_kind.nonzero().squeeze(1)
             for n in _of_like_length(numbers, lengths, prefixes):
@@ -105,7 +147,9 @@ class PackedAttention:
         self._places_T = torch.empty_like(places_T)
         self._places_T[tokens_T] = places_T
 
-    def attend(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor) -> Tensor:
+    def attend(
+        self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor, scores: Scores = PRODUCTS
+    ) -> Tensor:
         """Return the attention of every token over its segment and that segment's parent, [T, H,
         K]; 0 for padding, if that is there. ValueError for another number of tokens.
         """
@@ -117,18 +161,25 @@ class PackedAttention:
             )
         limit = SHORT.get(q_THK.dtype, 256)
         longest = max(part.keys_NM.shape[1] for part in self._parts)
-        if kernels(q_THK) is not None and longest <= limit:
-            return PackedProducts.apply(q_THK, k_TJK, v_TJK, self._parts, self._num_tokens)
+        window = scores.window if scores.narrows(self.longest) else None
+        if scores.are_products:
+            q_THK = scores.scaled(q_THK)
+            is_square = v_TJK.shape == k_TJK.shape  # the kernel knows no values of another size
+            if window is None and is_square and kernels(q_THK) is not None and longest <= limit:
+                return PackedProducts.apply(q_THK, k_TJK, v_TJK, self._parts, self._num_tokens)
         attended = []
         for number, part in enumerate(self._parts):
             q_NHLK = _padded(q_THK, part.queries_NL)
             k_NJMK = _padded(k_TJK, part.keys_NM)
             v_NJMK = _padded(v_TJK, part.keys_NM)
             is_short = k_NJMK.shape[2] <= limit
-            if is_short and q_THK.device.type == "cpu":
-                out_NHLK = masked_products(q_NHLK, k_NJMK, v_NJMK, part.mask)
+            if not scores.are_products:
+                out_NHLK = scored(q_NHLK, k_NJMK, v_NJMK, part.seen_within(window), scores)
+            elif is_short and q_THK.device.type == "cpu":
+                mask = part.mask if window is None else part.seen_within(window)
+                out_NHLK = masked_products(q_NHLK, k_NJMK, v_NJMK, mask)
             else:
-                mask = self._added_mask(number, q_THK.dtype)
+                mask = self._added_mask(number, q_THK.dtype, window)
                 out_NHLK = fused(q_NHLK, k_NJMK, v_NJMK, mask)
             out_NLHK = out_NHLK.transpose(1, 2)
             attended.append(out_NLHK.flatten(0, 1))
@@ -138,17 +189,25 @@ class PackedAttention:
             return out_THK
         return F.pad(out_THK, (0, 0, 0, 0, 0, padding))
 
-    def _added_mask(self, number: int, dtype: torch.dtype) -> Tensor | None:
+    def sequences(self, tokens_T: Tensor) -> Iterator[tuple[Tensor, int]]:
+        """Yield each segment behind its parent's tokens, and how many these are."""
+        segments = tokens_T[: self._num_tokens].split(self._lengths)
+        for segment, parent in zip(segments, self._parents):
+            before = segments[parent] if parent >= 0 else segment[:0]
+            yield torch.cat([before, segment]), len(before)
+
+    def _added_mask(self, number: int, dtype: torch.dtype, window: int | None) -> Tensor | None:
         """Return what is added to the scores of part `number`: 0 or -inf, [N, 1, L, M]; None:
         causal.
 
         It is made once for all layers. Given a mask of bools, PyTorch would make one in every
         layer, and hold each of them for backward.
         """
-        mask = self._parts[number].mask
+        part = self._parts[number]
+        mask = part.mask if window is None else part.seen_within(window)
         if mask is None:
             return None
-        key = (number, dtype)
+        key = (number, dtype, window)
         if key not in self._added_masks:
             added = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
             self._added_masks[key] = added.masked_fill_(~mask, -torch.inf)
@@ -263,6 +322,27 @@ def fused(q_NHLK: Tensor, k_NJMK: Tensor, v_NJMK: Tensor, mask: Tensor | None) -
     return F.scaled_dot_product_attention(
         q_NHLK, k_NJMK, v_NJMK, attn_mask=mask, is_causal=mask is None, enable_gqa=shared > 1
     )
+
+
+def scored(q_NHLK: Tensor, k_NJMK: Tensor, v_NJMK: Tensor, seen: Tensor, scores: Scores) -> Tensor:
+    """Compute attention [N, H, L, K] by plain products, whose scores are made as `scores` says. The
+    softmax is float32's or wider. seen: bool, broadcast to [N, 1, L, M], true where a key is seen.
+    """
+    n, heads, longest, head_dim = q_NHLK.shape
+    kv_heads, num_keys = k_NJMK.shape[1:3]
+    q_NJRK = q_NHLK.reshape(n, kv_heads, -1, head_dim)
+    made = q_NJRK @ k_NJMK.transpose(-1, -2)
+    made = made * (head_dim**-0.5 if scores.scale is None else scores.scale)
+    if scores.softcap is not None:
+        made = torch.tanh(made / scores.softcap) * scores.softcap
+    made = made.view(n, heads, longest, num_keys).masked_fill(~seen, -torch.inf)
+    if scores.sinks_H is not None:
+        sinks = scores.sinks_H.to(made.dtype).view(1, heads, 1, 1)
+        made = torch.cat([made, sinks.expand(n, heads, longest, 1)], -1)
+    wide = torch.promote_types(made.dtype, torch.float32)
+    weights = made.softmax(-1, dtype=wide)[..., :num_keys].to(v_NJMK.dtype)
+    out = weights.reshape(n, kv_heads, -1, num_keys) @ v_NJMK
+    return out.view(n, heads, longest, -1)
 
 
 class Rotary:

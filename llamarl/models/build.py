@@ -21,15 +21,22 @@ from torch.utils.checkpoint import checkpoint
 
 from llamarl.models.attention import Angles, Attention, AttentionContext, rotary_of
 from llamarl.models.config import ModelConfig, read_config
+from llamarl.models.decoder import Decoder
 from llamarl.models.fsdp import is_dtensor
 from llamarl.models.fused import norm_of, projections, swiglu
 from llamarl.models.lora import add_lora
-from llamarl.models.masters import Masters
 from llamarl.models.protocol import Head
 from llamarl.models.sharding import span
 from llamarl.models.tp import SplitEmbedding, TensorParallel, copied, gathered, summed
 
-__all__ = ["Decoder", "ModelConfig", "build_decoder", "random_weights", "read_config"]
+__all__ = [
+    "Decoder",
+    "ModelConfig",
+    "NativeDecoder",
+    "build_decoder",
+    "random_weights",
+    "read_config",
+]
 
 
 _TANH_GELU = partial(F.gelu, approximate="tanh")
@@ -138,21 +145,12 @@ def _embedding(rows: int, dim: int) -> nn.Embedding:
     return nn.Embedding(rows, dim, _weight=torch.empty(rows, dim))
 
 
-class Decoder(nn.Module):
-    """A decoder over flat tokens. forward takes the head, because training never wants all [T, V]
-    logits at once: `head(hidden [T, D], weight [V, D])` runs inside forward, where FSDP has
-    gathered the weight.
-    """
-
-    activation_checkpointing = False  # recompute each layer in backward
-    whole_on_each_rank = False  # wrapped by FSDP for its replicas, and not sharded
-    masters: Masters | None = None  # a single rank's, where it computes in a lower precision
-    absent_rows: Tensor | None = None  # see LanguageModel
+class NativeDecoder(Decoder):
+    """A decoder of our own modules, which the C and CUDA kernels know."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel | None):
         super().__init__()
         dim = config.hidden_size
-        self.tok_embeddings: nn.Embedding
         if tp and tp.split_vocabulary:
             self.tok_embeddings = SplitEmbedding(config.vocab_size, dim, tp)
         else:
@@ -171,7 +169,7 @@ class Decoder(nn.Module):
             self.score = nn.Linear(dim, len(config.labels), bias=False)
         self.config = config
         self.tensor_parallel = tp
-        self.rotary = rotary_of(config)
+        self._rotary = rotary_of(config)
 
     def to_empty(self, *, device: str | torch.device | int | None, recurse: bool = True) -> Self:
         """Give every parameter uninitialised memory on `device`, as nn.Module does. Parameters that
@@ -199,6 +197,12 @@ class Decoder(nn.Module):
         assert isinstance(weight, Tensor), "an untied head has a weight"
         return weight
 
+    def rotary(self, positions_T: Tensor, longest: int) -> Angles:
+        """Return cos and sin [T, 1, K] of positions below `longest`. The first call builds the
+        tables.
+        """
+        return self._rotary(positions_T, longest)
+
     def project(self, h_TD: Tensor, weight_VD: Tensor) -> Tensor:
         """Return logits [T, V] of hidden states, by the output weight; if that is quantised, by its
         module.
@@ -208,11 +212,13 @@ class Decoder(nn.Module):
         return F.linear(h_TD, weight_VD)
 
     @property
-    def num_cached_kv_heads(self) -> int:
-        """The K/V heads of a layer that this rank's attention hands to its context."""
+    def cached_shapes(self) -> list[tuple[int, int]]:
+        """The K/V heads of each layer that this rank's attention hands to its context, and their
+        features.
+        """
         first = self.layers[0]
         assert isinstance(first, Layer), f"a decoder's layers are {Layer.__name__}s"
-        return first.attn.num_cached_kv_heads
+        return [(first.attn.num_cached_kv_heads, self.config.head_dim)] * len(self.layers)
 
     def forward(
         self,
@@ -274,11 +280,22 @@ def build_decoder(
     the same name. ValueError if there are fewer query heads than ranks, or no projection of a name
     that adapters are asked for.
     """
-    with torch.device("meta"):
-        decoder = Decoder(config, tensor_parallel).to(dtype)
-        if config.lora is not None:
+    decoder = _on_meta(config, dtype, tensor_parallel)
+    if config.lora is not None:
+        with torch.device("meta"):
             add_lora(decoder)
     return decoder.to_empty(device=device)
+
+
+def _on_meta(config: ModelConfig, dtype: torch.dtype, tp: TensorParallel | None) -> Decoder:
+    """Return the decoder of a config on the meta device, without adapters."""
+    if config.implementation == "transformers":
+        # Here, because a native model does without transformers' modules, which take seconds.
+        from llamarl.models.transformers_model import transformers_decoder
+
+        return transformers_decoder(config, dtype=dtype)
+    with torch.device("meta"):
+        return NativeDecoder(config, tp).to(dtype)
 
 
 @torch.no_grad()

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llamarl.models.directory import architecture_in, check_files, read_json
 from llamarl.models.families import FAMILIES, Family
+from llamarl.models.shape import HARMLESS, SCORER, ModelConfig, family_of
 
-SCORER = "ForSequenceClassification"  # its head gives num_labels scores in place of logits
-_HEADS = (SCORER, *dict.fromkeys(family.causal for family in FAMILIES.values()))
 _COUNTS = (
     "vocab_size",
     "hidden_size",
@@ -54,20 +50,6 @@ _READ = {
     "use_sliding_window",
     "id2label",
 }
-# Fields that change no layer of an evaluated model: provenance, training, defaults of sampling.
-_HARMLESS = re.compile(
-    r"_.*|.*bias|.*dropout|.*pdrop|summary_.*|(.+_)?token_id|unsloth_.*|(.+_)?attn_implementation"
-    r"|architectures|model_type|(torch_)?dtype|transformers_version|use_cache|auto_map|name_or_path"
-    r"|initializer_range|gradient_checkpointing|pretraining_tp|is_decoder|chunk_size_feed_forward"
-    r"|label2id|num_labels|problem_type|finetuning_task|task_specific_params|tokenizer_class|prefix"
-    r"|n_ctx|reorder_and_upcast_attn|max_window_layers|max_sequence_length|model_max_length"
-    r"|is_llama_config|transformers\.js_config|use_bfloat16|torchscript|tf_legacy_loss|return_dict"
-    r"|output_(hidden_states|attentions|scores)|return_dict_in_generate|(max|min)_length|do_sample"
-    r"|early_stopping|(.*_)?num_beams|num_beam_groups|num_return_sequences|temperature|top_[kp]"
-    r"|typical_p|.*_penalty|(encoder_)?no_repeat_ngram_size|bad_words_ids|(begin_)?suppress_tokens"
-    r"|max_new_tokens|remove_invalid_values|predict_special_tokens|output_past|n_special"
-    r"|custom_pipelines|neftune_noise_alpha|pruned_heads"
-)
 _FULL = "full_attention"  # of a layer that attends to everything before it
 
 
@@ -76,81 +58,6 @@ def tiny_directory() -> Path:
     right about 2 times in 5. benchmarks/make_tiny.py made it.
     """
     return Path(__file__).parent / "tiny"
-
-
-@dataclass(frozen=True, slots=True)
-class Lora:
-    """Low-rank adapters beside projections. rank: r of each. alpha: their product counts alpha / r.
-    targets: Hugging Face names of projections. seed: of the A that training starts from.
-    """
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]
-    seed: int = 0
-
-    @property
-    def scaling(self) -> float:
-        """The factor of an adapter's product."""
-        return self.alpha / self.rank
-
-
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """The fields of a config.json that determine the decoder's shape, under Hugging Face's
-    names.
-    """
-
-    architecture: str  # LlamaForCausalLM
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: dict | None
-    max_position_embeddings: int
-    tie_word_embeddings: bool  # False in a scorer, which has no logits
-    attention_bias: bool
-    labels: tuple[str, ...] = ()  # of a sequence-classification model's scores
-    activation: str = "silu"  # of the MLP
-    rotary_dim: int | None = None  # features of a head that are turned; None: all
-    parallel_residual: bool = False  # attention and MLP read the same residual stream
-    lora: Lora | None = None  # adapters beside its projections, which are then frozen
-
-    @property
-    def family(self) -> str:
-        """The family's name: Llama for LlamaForCausalLM and for LlamaForSequenceClassification."""
-        return family_of(self.architecture)
-
-    @property
-    def traits(self) -> Family:
-        """The traits that all models of the family have in common."""
-        return FAMILIES[self.family]
-
-    def as_scorer(self) -> ModelConfig:
-        """Return the config of a model with one score on this model's trunk; a scorer's own config
-        is returned as it is.
-        """
-        if self.labels:
-            return self
-        return dataclasses.replace(
-            self,
-            architecture=self.family + SCORER,
-            tie_word_embeddings=False,
-            labels=("LABEL_0",),  # as transformers calls it
-        )
-
-
-def family_of(architecture: str) -> str:
-    """Return the part of an architecture's name before the name of its head."""
-    for head in _HEADS:
-        if architecture.endswith(head):
-            return architecture.removesuffix(head)
-    return architecture
 
 
 def read_config(path: str | Path) -> ModelConfig:
@@ -175,15 +82,19 @@ def read_config(path: str | Path) -> ModelConfig:
         architecture = architecture_in(raw)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
+    family = FAMILIES.get(family_of(architecture))
+    problem = _malformed(raw, family) if family else _oversized_anywhere(raw)
+    if problem:
+        raise ValueError(f"{file}: {problem}")
+    if not is_native(raw, architecture):
+        from llamarl.models.transformers_config import transformers_config
+
+        return transformers_config(file, raw)
     problem = _unknown(architecture)
     if problem:
         raise ValueError(f"{file}: {problem}")
     family = FAMILIES[family_of(architecture)]
-    problem = (
-        _malformed(raw, family)
-        or _unsupported(raw, architecture, family)
-        or unknown_fields(raw, family)
-    )
+    problem = _unsupported(raw, architecture, family) or unknown_fields(raw, family)
     if architecture.endswith(SCORER):
         problem = problem or _misnamed(raw)
     if problem:
@@ -255,6 +166,14 @@ def _to_config(raw: dict, architecture: str, family: Family) -> ModelConfig:
     )
 
 
+def is_native(raw: dict, architecture: str) -> bool:
+    """Whether our own decoder computes such a model, or refuses it as malformed."""
+    family = FAMILIES.get(family_of(architecture))
+    if family is None:
+        return architecture.endswith(SCORER) or "model_type" not in raw
+    return _unsupported(raw, architecture, family) is None
+
+
 def _unknown(architecture: str) -> str | None:
     """Say that there is no such family, or that the family has no such head; None if there is."""
     family = FAMILIES.get(family_of(architecture))
@@ -308,7 +227,7 @@ def unknown_fields(raw: dict, family: Family) -> str | None:
         is_off = not value
         if key == "layer_types" and isinstance(value, list):
             is_off = all(kind == _FULL for kind in value)
-        if not (key in known or is_off or _HARMLESS.fullmatch(key)):
+        if not (key in known or is_off or HARMLESS.fullmatch(key)):
             unknown.append(f"{key}={value!r:.60}")
     if not unknown:
         return None
@@ -405,6 +324,20 @@ def oversized(raw: dict, fields: Mapping[str, str]) -> str | None:
         count = raw.get(key)
         if isinstance(count, int) and count > most:
             return f"{key}={count}: need at most {most:,}; fetch it again"
+    return None
+
+
+def _oversized_anywhere(raw: dict) -> str | None:
+    """Name the field that is larger than in any model, by the names that families of transformers
+    have for it; None without one.
+    """
+    parts = [raw, *(part for part in raw.values() if isinstance(part, dict))]
+    for part in parts:
+        for layers in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
+            problem = oversized(part, {**FAMILIES["GPT2"].fields, "num_hidden_layers": layers})
+            problem = problem or oversized(part, {"num_hidden_layers": layers})
+            if problem:
+                return problem
     return None
 
 

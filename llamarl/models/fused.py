@@ -409,6 +409,27 @@ class AttentionBlock:
         is_prefix_seen_NM = is_seen_NM & (places_M < 0)
         return (is_causal_LM | is_prefix_seen_NM[:, None])[:, None]
 
+    def seen_within(self, window: int | None) -> Tensor:
+        """Return [N or 1, 1, L, M] bool: where a key is seen that is less than `window` tokens
+        before its query. None: however far it is.
+        """
+        device = self.queries_NL.device
+        num_queries = self.queries_NL.shape[1]
+        prefix = self.keys_NM.shape[1] - num_queries
+        places_M = torch.arange(-prefix, num_queries, device=device)
+        seen = self.mask
+        if seen is None:
+            seen = (places_M <= places_M[prefix:, None])[None, None]
+        if window is None:
+            return seen
+        # A segment's own tokens follow the last that it sees of its prefix.
+        before_N1 = 0 if self.seen_N is None else self.seen_N[:, None]
+        is_own_M = places_M >= 0
+        keys_NM = torch.where(is_own_M, places_M + before_N1, places_M + prefix)
+        queries_NL = keys_NM[..., prefix:]
+        distances = queries_NL[..., :, None] - keys_NM[..., None, :]
+        return seen & (distances < window).view(-1, 1, num_queries, prefix + num_queries)
+
 
 def masked_products(q_NHLK: Tensor, k_NJMK: Tensor, v_NJMK: Tensor, mask: Tensor | None) -> Tensor:
     """Compute attention [N, H, L, K] by plain batched products. All N H L M weights are held.
@@ -429,7 +450,7 @@ def masked_products(q_NHLK: Tensor, k_NJMK: Tensor, v_NJMK: Tensor, mask: Tensor
     scores = scores.masked_fill(~mask, -torch.inf)
     weights = scores.softmax(-1).view(n, kv_heads, -1, num_keys)
     out = weights @ v_NJMK
-    return out.view(n, heads, longest, head_dim)
+    return out.view(n, heads, longest, -1)
 
 
 class PackedProducts(Function):

@@ -99,6 +99,8 @@ def read_model(path: str | Path) -> ModelConfig:
     with what transformers reads. ValueError or FileNotFoundError names the file.
     """
     model = read_config(path)
+    if model.implementation == "transformers":
+        return model
     try:
         check_sizes(model)
         rotary_of(model)
@@ -111,7 +113,10 @@ def read_model(path: str | Path) -> ModelConfig:
 
 def architecture_of(model: ModelConfig) -> dict[str, object]:
     """Return the fields of a decoder's config.json, as JSON values."""
-    return {**dataclasses.asdict(model), "labels": list(model.labels)}
+    fields = {**dataclasses.asdict(model), "labels": list(model.labels)}
+    for name in ("shapes", "linears", "buffers"):  # which follow from the others
+        del fields[name]
+    return fields
 
 
 def parts_of(path: str | Path) -> ModelParts:

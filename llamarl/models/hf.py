@@ -12,6 +12,7 @@ GPT-2's matrices are [in, out]. What is read is put back where it was.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -19,6 +20,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from safetensors.torch import save_file
@@ -31,6 +33,11 @@ from llamarl.models.families import Family
 from llamarl.models.fsdp import held_box, local
 from llamarl.models.protocol import LanguageModel, Model
 from llamarl.models.sharding import Box, Shape, parameter_shapes
+
+if TYPE_CHECKING:
+    from llamarl.models.transformers_config import ConvertedWeights
+
+    Weights: TypeAlias = SafetensorsDir | ConvertedWeights
 
 # transformers' names for a tokenizer that is its tokenizer.json and nothing more.
 PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -65,6 +72,7 @@ _NAMES = (  # decoder name -> Hugging Face name
     ("layers.{}.mlp.w3.", "model.layers.{}.mlp.up_proj."),
 )
 _HEADS = ("lm_head.weight", "embed_out.weight")  # ends of names
+_SEAT = "transformers."  # where a decoder has transformers' model, which has its own names
 _ROWS = 4096  # of a head that are compared at once
 # Ends of names: a tied head, and what older files keep of rotary tables and causal masks.
 _MADE_ANEW = (
@@ -100,6 +108,8 @@ SHARD_BYTES = 4 << 30  # of exported files; also the most that export holds in m
 
 def hf_name(name: str) -> str:
     """Return the Hugging Face name of a decoder's parameter. KeyError if it has none."""
+    if name.startswith(_SEAT):
+        return name.removeprefix(_SEAT)
     layer = _LAYER.search(name)
     pattern = _LAYER.sub("{}", name)
     for ours, theirs in _NAMES:
@@ -134,6 +144,9 @@ class Stored:
 def stored_parameters(config: ModelConfig) -> dict[str, Stored]:
     """Return where every parameter is stored, by our name for it."""
     shapes = parameter_shapes(config)
+    if config.implementation == "transformers":
+        shapes |= dict(config.buffers)
+        return {name: Stored(name=name, shape=shape) for name, shape in shapes.items()}
     return {name: _stored(config.traits, name, shape) for name, shape in shapes.items()}
 
 
@@ -273,12 +286,14 @@ def check_encoder_directory(path: Path) -> None:
             raise ValueError(f"{path}: {name}: {dtype}, {_NEED_FLOATING}")
 
 
-def weights_of(
-    path: str | Path, config: ModelConfig, *, may_lack: Collection[str] = ()
-) -> SafetensorsDir:
+def weights_of(path: str | Path, config: ModelConfig, *, may_lack: Collection[str] = ()) -> Weights:
     """Return a directory's weights, checked against its config.json. See SafetensorsDir and
     check_weights for errors.
     """
+    if config.implementation == "transformers" and not is_as_named(path, config):
+        from llamarl.models.transformers_config import ConvertedWeights
+
+        return ConvertedWeights(Path(path), config)
     source = SafetensorsDir(path, base=config.traits.base)
     check_weights(source, stored_shapes(config), may_lack=may_lack)
     if config.tie_word_embeddings:
@@ -286,11 +301,23 @@ def weights_of(
     return source
 
 
+def is_as_named(path: str | Path, config: ModelConfig) -> bool:
+    """Whether a directory's tensors have transformers' names for its parameters, each with its
+    shape, so that they are read and written one by one.
+    """
+    source = SafetensorsDir(path)
+    shapes = stored_shapes(config)
+    return all(
+        name in source.file_of and tuple(source.get_slice(name).get_shape()) == shape
+        for name, shape in shapes.items()
+    )
+
+
 def _check_tied(source: SafetensorsDir, places: Mapping[str, Stored]) -> None:
     """Raise ValueError if a tied model's directory has a head that is not its embedding. Reads
     numbers only if it has a head.
     """
-    embedding = places["model.embed_tokens.weight"].name
+    embedding = next(iter(places.values())).name  # a decoder's first parameter
     for name in source.file_of:
         if not name.endswith(_HEADS):
             continue
@@ -336,7 +363,23 @@ def load_weights(
             part = read_box(source.get_slice(place.name), place, held, config)
             check_finite(place.name, part, source.path)
             local(parameter).copy_(part)
+    load_buffers(decoder, path, source)
     return decoder
+
+
+@torch.no_grad()
+def load_buffers(decoder: LanguageModel, path: str | Path, source: Weights | None = None) -> None:
+    """Fill the buffers that a directory holds. No update changes them, so they do not travel with
+    versions of the weights. source: the directory's opened weights.
+    """
+    names = dict(decoder.config.buffers)
+    if not names:
+        return
+    source = source or weights_of(path, decoder.config)
+    for name, buffer in decoder.named_buffers():
+        stored = name.removeprefix(_SEAT)
+        if stored in names:
+            buffer.copy_(source.get_slice(stored)[...])
 
 
 def check_finite(name: str, tensor: Tensor, path: Path) -> None:
@@ -365,18 +408,28 @@ def export(
     out = Path(out)
     like = Path(like)
     out.mkdir(parents=True, exist_ok=True)
-    stored = to_stored(named_tensors, read_config(like))
+    config = read_config(like)
+    if config.buffers:
+        source = weights_of(like, config)
+        kept = [(name, source.get_slice(name)[...]) for name, _ in config.buffers]
+        named_tensors = itertools.chain(named_tensors, kept)
+    stored = to_stored(named_tensors, config)
+    if config.implementation == "transformers" and not is_as_named(like, config):
+        from llamarl.models.transformers_config import as_stored
+
+        whole = {name: tensor.detach().to("cpu", dtype) for name, tensor in stored}
+        stored = iter(as_stored(whole, config).items())
     _write_shards(stored, out, dtype)
     for name in _COPIED:
         if (like / name).is_file():
             shutil.copyfile(like / name, out / name)
     if (like / NAMED_TEMPLATES).is_dir():
         shutil.copytree(like / NAMED_TEMPLATES, out / NAMED_TEMPLATES, dirs_exist_ok=True)
-    config = read_json(like / "config.json")
-    key = "dtype" if "dtype" in config else "torch_dtype"
-    config[key] = str(dtype).removeprefix("torch.")
-    config |= fields or {}
-    (out / "config.json").write_text(json.dumps(config, indent=2))
+    raw = read_json(like / "config.json")
+    key = "dtype" if "dtype" in raw else "torch_dtype"
+    raw[key] = str(dtype).removeprefix("torch.")
+    raw |= fields or {}
+    (out / "config.json").write_text(json.dumps(raw, indent=2))
 
 
 def _write_shards(

@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from llamarl.executor import ExecutorGroup
 from llamarl.machine.precision import warn_of_slow_bfloat16
 from llamarl.models.build import Decoder, build_decoder, read_config
-from llamarl.models.config import Lora
 from llamarl.models.fsdp import local, wrap
 from llamarl.models.hf import absent_rows, load_weights
 from llamarl.models.lora import reset_lora
 from llamarl.models.masters import Masters
 from llamarl.models.scorer import SCORE, draw_score_head
+from llamarl.models.shape import Lora
 from llamarl.models.tp import TensorParallel
 
 log = logging.getLogger(__name__)
@@ -62,6 +62,11 @@ def training_decoder(
     if config.labels:
         score_seed = None  # it has a head
     if score_seed is not None:
+        if config.implementation == "transformers":
+            raise ValueError(
+                f"{path}: a score head needs layers of our own, and transformers' modules compute "
+                f"{config.architecture}"
+            )
         config = config.as_scorer()
     decoder = build_decoder(config, dtype=torch.float32, tensor_parallel=tensor_parallel)
     decoder.activation_checkpointing = activation_checkpointing

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from llamarl.models.config import Lora
 from llamarl.models.fsdp import held_box, is_split, local
 from llamarl.models.fused import Gradients
 from llamarl.models.hf import hf_name, named_parameters_hf
 from llamarl.models.protocol import LanguageModel
+from llamarl.models.shape import Lora
 from llamarl.models.sharding import LORA_A, LORA_B, Box, adapter_shapes
 from llamarl.models.tp import TensorParallel, copied
 
@@ -68,7 +68,9 @@ class LoraLinear(nn.Linear):
                 b_OR = copied(b_OR, self._tp)
             else:
                 a_RI = copied(a_RI, self._tp)
-        return _Adapted.apply(x_TI, self.weight, self.bias, a_RI, b_OR, self.scaling)
+        flat_TI = x_TI.flatten(0, -2)
+        y_TO = _Adapted.apply(flat_TI, self.weight, self.bias, a_RI, b_OR, self.scaling)
+        return y_TO.unflatten(0, x_TI.shape[:-1])
 
 
 class _Adapted(Function):

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from llamarl.models.build import Decoder, build_decoder
-from llamarl.models.config import Lora, ModelConfig, read_config
+from llamarl.models.config import ModelConfig, read_config
 from llamarl.models.directory import check_files, read_json
 from llamarl.models.fsdp import held_box, local
 from llamarl.models.hf import (
@@ -33,6 +33,7 @@ from llamarl.models.hf import (
 )
 from llamarl.models.lora import adapters_of, lay_side_by_side
 from llamarl.models.protocol import LanguageModel
+from llamarl.models.shape import Lora
 from llamarl.models.sharding import LORA_A, LORA_B, Box, adapter_shapes, parameter_shapes
 
 CONFIG = "adapter_config.json"

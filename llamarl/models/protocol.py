@@ -48,6 +48,7 @@ class LanguageModel(Protocol):
     # [A] int64: rows of the vocabulary that the tokenizer has no token for, left out of every
     # softmax; None: there are none (llamarl.models.hf).
     absent_rows: Tensor | None
+    logit_cap: float | None  # logits are cap tanh(h W^T / cap); None: h W^T
 
     @overload
     def __call__(
@@ -63,7 +64,7 @@ class LanguageModel(Protocol):
         head: Callable[[Tensor, Tensor], Made],
     ) -> Made:
         """Return logits [T, V] in the model's dtype, or what `head` makes of the normed hidden
-        states and the output weight.
+        states and the output weight. A head applies `logit_cap` itself.
 
         Layer i must hand its queries, keys and values to `attention.attend(i, q, k, v)`, which says
         what each token sees: that is all it may know of sequences, caches and packing.
@@ -87,8 +88,10 @@ class LanguageModel(Protocol):
         ...
 
     @property
-    def num_cached_kv_heads(self) -> int:
-        """The key/value heads of a layer that are handed to the attention context."""
+    def cached_shapes(self) -> list[tuple[int, int]] | None:
+        """The key/value heads that each layer hands to the attention context, and their features.
+        None: a cache sees them in the first pass.
+        """
         ...
 
     def project(self, h_TD: Tensor, weight_VD: Tensor) -> Tensor:
@@ -105,6 +108,8 @@ class LanguageModel(Protocol):
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]: ...
 
     def modules(self) -> Iterator[nn.Module]: ...
 

@@ -52,7 +52,7 @@ def draw_score_head(decoder: Decoder, *, seed: int) -> None:
     shape = (len(decoder.config.labels), decoder.config.hidden_size)
     generator = torch.Generator().manual_seed(seed)
     whole_CD = torch.randn(shape, generator=generator) / (shape[1] + 1) ** 0.5
-    parameter = decoder.score.weight
+    parameter = decoder.output_weight
     part = held_box(decoder, SCORE, parameter).within(Box.whole(shape))
     local(parameter).copy_(whole_CD[part])
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections import Counter
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ SCALE = "_scale"  # behind the name of a quantised weight: its per-row scales
 HEAD = "lm_head"  # quantised only where asked: every logit passes through it
 LORA_A = ".lora_a"  # ends the names of adapters: A [r, in] and B [out, r] of a projection
 LORA_B = ".lora_b"
+ALL_LINEAR = "all-linear"  # in the place of targets: every projection of the layers
+_IN_LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 ALIGN_BYTES = 64  # everything starts on a cache line
 
 
@@ -170,6 +173,12 @@ def tensor_parallel_box(
 
 def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Return Hugging Face name -> shape of every parameter, in the decoder's order."""
+    if config.shapes:
+        return {
+            name: shape
+            for name, shape in config.shapes
+            if _layer_of(name) < config.num_hidden_layers
+        }
     d = config.hidden_size
     f = config.intermediate_size
     q = config.num_attention_heads * config.head_dim
@@ -213,6 +222,12 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
+def _layer_of(name: str) -> int:
+    """Return the layer that a parameter of transformers' belongs to; -1: to none."""
+    found = _IN_LAYER.search(name)
+    return int(found.group(1)) if found else -1
+
+
 def adapter_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Return Hugging Face name -> shape of the adapters, in the decoder's order; empty without any.
 
@@ -226,13 +241,16 @@ def adapter_shapes(config: ModelConfig) -> dict[str, Shape]:
     for name, (outs, *ins) in parameter_shapes(config).items():
         projection = name.removesuffix(".weight")
         target = projection.split(".")[-1]
-        if not (name.startswith("model.layers.") and target.endswith("_proj") and ins):
+        is_projection = name.startswith("model.layers.") and target.endswith("_proj")
+        if config.shapes:
+            is_projection = projection in config.linears
+        if not (is_projection and ins):
             continue
         known.add(target)
-        if target in lora.targets:
+        if target in lora.targets or lora.targets == (ALL_LINEAR,):
             shapes[projection + LORA_A] = (lora.rank, *ins)
             shapes[projection + LORA_B] = (outs, lora.rank)
-    missing = set(lora.targets) - known
+    missing = set(lora.targets) - known - {ALL_LINEAR}
     if missing:
         raise ValueError(
             f"no projection is called {', '.join(sorted(missing))}; choose among "

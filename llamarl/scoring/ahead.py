@@ -68,11 +68,13 @@ class LogprobHead:
     float32, nats. For sequences whose last token is a label (llamarl.scoring.growing).
 
     temperature: divides the logits. absent_rows, late_ends: what is out of the distribution.
+    logit_cap: the decoder's.
     """
 
     temperature: float
     absent_rows: Tensor | None = None
     late_ends: LateEnds | None = None
+    logit_cap: float | None = None
 
     def num_values(self, piece: Piece) -> int:
         """Return how many completion tokens the piece predicts."""
@@ -90,6 +92,7 @@ class LogprobHead:
             labels_n[-count:].to(hidden_nD.device),
             temperature=self.temperature,
             narrowing=Narrowing.of(self.absent_rows, self.late_ends, offsets_n),
+            logit_cap=self.logit_cap,
         )
         return logprobs
 

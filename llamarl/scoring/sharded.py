@@ -27,11 +27,11 @@ from llamarl.learning.packing import filler, pack
 from llamarl.learning.segments import Segments
 from llamarl.learning.targets import Targets
 from llamarl.models.attention import PackedAttention
-from llamarl.models.config import Lora
 from llamarl.models.fsdp import reshard
 from llamarl.models.loading import decoder_over, load_scorer
 from llamarl.models.protocol import LanguageModel
 from llamarl.models.scorer import label_of, scores_at
+from llamarl.models.shape import Lora
 from llamarl.models.tp import TensorParallel
 from llamarl.tasks.base import Tokenizer, text_of, with_system
 from llamarl.tasks.special import chat_ids, text_ids

@@ -25,8 +25,9 @@ from llamarl.executor import ExecutorGroup
 from llamarl.inference import SamplingParams, TemperatureRange
 from llamarl.inference.build import build_native, build_vllm
 from llamarl.launch.placement import Placement
-from llamarl.models.config import Lora, read_config, tiny_directory
+from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.parity import FULL, Canary, ParityLimits, Sequence
+from llamarl.models.shape import Lora
 from llamarl.tasks.parts import APART
 from llamarl.tickets.service import TicketService
 from llamarl.types import Completion, EvalCompletion, Policy, Prompt, Stretch

@@ -30,13 +30,14 @@ from llamarl.inference.decode import NativeDecode
 from llamarl.models import attention, hf
 from llamarl.models.attention import PackedAttention, Rotary
 from llamarl.models.build import build_decoder, read_config
-from llamarl.models.config import Lora, tiny_directory
+from llamarl.models.config import tiny_directory
 from llamarl.models.families import FAMILIES, Family
 from llamarl.models.loading import training_decoder
 from llamarl.models.lora import LoraLinear, adapters_of
 from llamarl.models.peft import export_adapted
 from llamarl.models.protocol import LanguageModel
 from llamarl.models.quantize import QuantizedLinear, quantize_decoder
+from llamarl.models.shape import Lora
 from llamarl.models.sharding import num_parameters, parameter_shapes
 from tests.decoding import our_decoder, whole_logits
 from tests.protocols import missing_members
@@ -189,11 +190,11 @@ def test_a_family_of_llamas_blocks_is_one_entry(tmp_path, monkeypatch):
     """The example of docs/models.md."""
     theirs_config = SeedOssConfig(**SIZES, attention_bias=True, attention_out_bias=False)
     path = make_directory(theirs_config, tmp_path / "seed_oss")
-    with pytest.raises(ValueError, match="SeedOssForCausalLM is not supported"):
-        read_config(path)
+    assert read_config(path).implementation == "transformers"
     monkeypatch.setitem(FAMILIES, "SeedOss", Family(qkv_bias=True))
     tokens = random_tokens()
     want = logits_of_theirs(path, tokens)
+    assert read_config(path).implementation == "native"
     assert (whole_logits(our_decoder(path), tokens) - want).abs().max() <= LOGITS
 
 

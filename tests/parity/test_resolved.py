@@ -208,32 +208,21 @@ LLAMA = "Llama 2 7B"
 NEOX = "Pythia 410M"
 GPT2 = "GPT-2 medium"
 MISTRAL = {"architectures": ["MistralForCausalLM"]}
-SILENT = MISTRAL | {"sliding_window": None, "max_position_embeddings": 9000}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4}
-BLOOM = "BloomForCausalLM is not supported; supported: LlamaForCausalLM, .*docs/models.md"
+UNKNOWN = "config.json: HomeForCausalLM: transformers makes no decoder of it"
 
 
 @pytest.mark.parametrize(
     "name, changes, message",
     [
-        (LLAMA, {"architectures": ["BloomForCausalLM"]}, BLOOM),
+        (LLAMA, {"architectures": ["HomeForCausalLM"], "model_type": "home"}, UNKNOWN),
         (LLAMA, {"hidden_size": None}, "missing field hidden_size"),
-        (LLAMA, {"hidden_act": "gelu"}, "hidden_act gelu"),
-        (LLAMA, MISTRAL | {"sliding_window": 32}, "sliding-window attention is not supported"),
-        (LLAMA, SILENT, "sliding-window"),
         (LLAMA, {"rope_parameters": LONGROPE}, "'longrope' is not supported"),
         (LLAMA, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "lacks factor"),
-        (LLAMA, {"attention_bias": True}, "attention_bias=True is not supported"),
-        (LLAMA, {"mlp_bias": True}, "mlp_bias=True is not supported"),
-        (NEOX, {"attention_bias": False}, "attention_bias=False is not"),
-        (NEOX, {"hidden_act": "relu"}, "hidden_act relu is not"),
         (NEOX, {"rotary_pct": 2}, "rotary_pct=2: need"),
-        (GPT2, {"scale_attn_weights": False}, "scale_attn_weights=False is not"),
-        (GPT2, {"activation_function": "relu"}, "activation_function relu"),
         (GPT2, {"n_embd": None}, "missing field n_embd"),
         (GPT2, {"n_head": 0}, "n_head=0: need"),
         (GPT2, {"architectures": ["GPT2ForCausalLM"]}, "GPT2LMHeadModel"),
-        ("Qwen3 8B, saved by transformers 5", {"attention_bias": True}, "attention_bias=True is"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_its_name_in_the_config(
@@ -242,6 +231,26 @@ def test_what_is_not_computed_is_refused_by_its_name_in_the_config(
     raw = {key: value for key, value in (PUBLISHED[name] | changes).items() if value is not None}
     with pytest.raises(ValueError, match=message):
         rotary_of(read_config(written(tmp_path, raw)))
+
+
+@pytest.mark.parametrize(
+    "name, changes",
+    [
+        (LLAMA, {"hidden_act": "gelu"}),
+        (LLAMA, MISTRAL | {"model_type": "mistral", "sliding_window": 32}),
+        (LLAMA, {"attention_bias": True}),
+        (LLAMA, {"mlp_bias": True}),
+        (NEOX, {"attention_bias": False}),
+        (NEOX, {"hidden_act": "relu"}),
+        (GPT2, {"scale_attn_weights": False}),
+        (GPT2, {"activation_function": "relu"}),
+        ("Qwen3 8B, saved by transformers 5", {"attention_bias": True}),
+    ],
+)
+def test_what_our_layers_do_not_compute_transformers_computes(tmp_path, name, changes):
+    config = read_config(written(tmp_path, PUBLISHED[name] | changes))
+    assert config.implementation == "transformers"
+    assert config.vocab_size == PUBLISHED[name]["vocab_size"]
 
 
 def test_a_config_that_is_absent_or_broken_is_named(tmp_path):

@@ -20,10 +20,11 @@ from safetensors.torch import load_file, save_file
 from llamarl.inference import Engine, SamplingParams, generate
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder, read_config
-from llamarl.models.config import Lora, tiny_directory
+from llamarl.models.config import tiny_directory
 from llamarl.models.fsdp import held_box
 from llamarl.models.hf import load_weights, named_parameters_hf
 from llamarl.models.lora import adapters_of
+from llamarl.models.shape import Lora
 from llamarl.models.sharding import (
     LORA_A,
     LORA_B,

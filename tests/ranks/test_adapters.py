@@ -22,8 +22,9 @@ from llamarl.ddma.layout import Source, parameters_to_send
 from llamarl.executor import ExecutorGroup
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
-from llamarl.models.config import Lora, read_config
+from llamarl.models.config import read_config
 from llamarl.models.fsdp import local
+from llamarl.models.shape import Lora
 from tests.build.model_directory import write_model
 from tests.ranks.topologies import DEADLINE_S, TOPOLOGIES, WORLD, alone, groups_on
 from tests.ranks.trainers import (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, Qwen3Config
 
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder, read_config
@@ -51,23 +51,47 @@ def digits_at_the_start(prompt: str, completion: str, meta: dict) -> float:
     return float(completion[:1].isdigit())
 
 
-@pytest.fixture(params=CONFIGS)
-def directory(request, tmp_path) -> Path:
+SMALL_HEADS = {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8}
+EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4, "moe_intermediate_size": 32}
+OF_TRANSFORMERS = {
+    "gemma3_text": {},
+    "gpt_oss": EXPERTS,
+    "olmo3": {},
+    "qwen3_moe": {**EXPERTS, "num_experts": 4, "decoder_sparse_step": 1},
+    "smollm3": {},
+}
+
+
+def written(config, path) -> Path:
     """A random model with the tiny model's tokenizer."""
     torch.manual_seed(0)
-    path = tmp_path / "model"
-    AutoModelForCausalLM.from_config(CONFIGS[request.param]).save_pretrained(path)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
     for file in tiny_directory().glob("tokenizer*"):
         shutil.copyfile(file, path / file.name)
     return path
 
 
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_run_learns_and_leaves_a_model_that_transformers_loads(tmp_path, family):
+    directory = written(CONFIGS[family], tmp_path / "model")
+    check_run(directory, tmp_path, *RANKS)
+
+
+@pytest.mark.parametrize("family", OF_TRANSFORMERS)
+def test_a_run_of_transformers_modules_does_too(tmp_path, family):
+    """Two ranks share the layers (FSDP), and a third samples."""
+    fields = SIZES | SMALL_HEADS | OF_TRANSFORMERS[family]
+    directory = written(AutoConfig.for_model(family, **fields), tmp_path / "model")
+    assert read_config(directory).implementation == "transformers"
+    check_run(directory, tmp_path, "placement.trainer=[0,1]", "placement.generator=[2]")
+
+
 @torch.no_grad()
-def test_a_run_learns_and_leaves_a_model_that_transformers_loads(directory, tmp_path):
+def check_run(directory, tmp_path, *ranks):
     given = ("model=hf", f"model.path={directory}", "model.dtype=float32", "lr=3e-3")
     reward = "reward.fn=tests.recipes.test_family_runs:digits_at_the_start"
     job = finished_job(
-        *SMALL, *given, *RANKS, reward, "max_lag=1", run_dir=tmp_path / "run", ranks=3
+        *SMALL, *given, *ranks, reward, "max_lag=1", run_dir=tmp_path / "run", ranks=3
     )
     rows = job.rows
     assert any(row.get("grad_norm") for row in rows)

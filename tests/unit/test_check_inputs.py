@@ -99,7 +99,11 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4}
         ("config.json", {"rope_scaling": "linear"}, "rope_scaling='linear': need an object"),
         ("config.json", {"hidden_size": "192"}, "hidden_size='192': need a whole number"),
         ("config.json", {"vocab_size": 0}, "vocab_size=0: need a whole number"),
-        ("config.json", {"architectures": ["BloomForCausalLM"]}, "BloomForCausalLM is not supp"),
+        (
+            "config.json",
+            {"architectures": ["BloomForCausalLM"]},
+            "BloomForCausalLM: transformers makes Llama",
+        ),
         ("tokenizer.json", "{", ""),
         ("tokenizer_config.json", "[]", ""),
         ("generation_config.json", "{", ""),

@@ -58,6 +58,7 @@ def test_a_copy_that_is_not_spoilt_is_taken(model):
 
 # --- config.json ---
 
+BLOOM = ["BloomForCausalLM"]
 MANY_HEADS = {"head_dim": None, "num_attention_heads": 384, "num_key_value_heads": 384}
 
 
@@ -76,6 +77,10 @@ MANY_HEADS = {"head_dim": None, "num_attention_heads": 384, "num_key_value_heads
         ({"rope_parameters": {"rope_theta": -1.0}}, "rope_parameters.rope_theta=-1.0: need"),
         ({"rope_scaling": {"type": "linear", "factor": math.nan}}, "no finite numbers"),
         ({"rope_parameters": {"partial_rotary_factor": 2.0}}, "need a share of a head's features"),
+        (
+            {"model_type": "bloom", "architectures": BLOOM, "n_layer": 10**7},
+            "n_layer=10000000: need",
+        ),
         (MANY_HEADS, "hidden_size=192 is too small for 384 heads"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false': need true or false"),
         ({"sliding_window": "all"}, "sliding_window='all': need a whole number"),

@@ -16,9 +16,10 @@ from llamarl.executor import ExecutorGroup
 from llamarl.learning.losses.policy_gradient import policy_gradient
 from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.update import StepAborted
-from llamarl.models.config import Lora, tiny_directory
+from llamarl.models.config import tiny_directory
 from llamarl.models.loading import training_decoder
 from llamarl.models.lora import LoraLinear, adapters_off
+from llamarl.models.shape import Lora
 from llamarl.scoring.sharded import ShardedReference, asked_of
 from tests.build.job import finished_job
 from tests.launching import SMALL

@@ -16,10 +16,11 @@ from llamarl.evaluation.model import find_model, words_of
 from llamarl.inference import Engine
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import read_config
-from llamarl.models.config import Lora, tiny_directory
+from llamarl.models.config import tiny_directory
 from llamarl.models.loading import training_decoder
 from llamarl.models.lora import adapters_of
 from llamarl.models.peft import CONFIG, WEIGHTS, check_adapter, load_adapter, lora_in, save_adapter
+from llamarl.models.shape import Lora
 from llamarl.models.sharding import adapter_shapes
 from tests.build.model_directory import change_json
 from tests.tolerances import of_logprobs

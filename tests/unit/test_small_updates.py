@@ -16,11 +16,12 @@ from torch import nn
 
 from llamarl.inference import Engine
 from llamarl.models.build import build_decoder, read_config
-from llamarl.models.config import Lora, tiny_directory
+from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_weights
 from llamarl.models.lora import LoraLinear, adapters_of, adapters_off, lay_side_by_side
 from llamarl.models.peft import export_adapted
 from llamarl.models.quantize import quantize_decoder
+from llamarl.models.shape import Lora
 from llamarl.models.sharding import adapter_shapes
 from tests.tolerances import of_logprobs
 

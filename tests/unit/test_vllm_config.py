@@ -24,7 +24,8 @@ from llamarl.inference.vllm_engine import (
     vllm_seed,
     worker_environment,
 )
-from llamarl.models.config import Lora, read_config, tiny_directory
+from llamarl.models.config import read_config, tiny_directory
+from llamarl.models.shape import Lora
 from tests.engines import adapters_over_stand_in, vllm_over_stand_in
 
 CPU = torch.device("cpu")

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from llamarl.inference import Engine, SamplingParams
 from llamarl.inference.vllm_engine import VLLMEngine, vllm_problem
 from llamarl.models.build import build_decoder, read_config
-from llamarl.models.config import Lora
 from llamarl.models.directory import SafetensorsDir
 from llamarl.models.hf import load_tokenizer, load_weights, named_parameters_hf
+from llamarl.models.shape import Lora
 from llamarl.models.sharding import LORA_A, LORA_B, adapter_shapes, parameter_shapes
 from tests.engines import SMOLLM2 as MODEL
 from tests.launching import RECIPE, Job

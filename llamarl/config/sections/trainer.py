@@ -34,10 +34,10 @@ class LoraSettings:
     """Rank of each adapter; 0: train the weights themselves."""
     alpha: Positive
     """An adapter's product counts alpha / rank."""
-    targets: list[
-        Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    ]
-    """Projections that get an adapter."""
+    targets: list[AnyText]
+    """Last names of the projections that get an adapter (q_proj); all-linear: every projection of
+    the layers.
+    """
 
 
 @settings_dataclass

@@ -1,0 +1,252 @@
+"""Any decoder that transformers knows, as a LanguageModel: its modules compute, and our contexts
+attend.
+
+transformers calls an attention function by its name, with the queries, keys and values of a layer.
+Ours hands them to the AttentionContext of the pass, so that packing, the cache and shared prompts
+work as they do for `build.Decoder`. What a layer says of its scores (scale, window, soft cap,
+sinks) goes along. `agreement` says whether a model is computed right so, by comparing it with
+transformers' own attention.
+
+Parameters have transformers' names, by which a directory's files, adapters and weight transfer
+call them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from llamarl.models.attention import Angles, AttentionContext, PackedAttention, Scores
+from llamarl.models.decoder import Decoder
+from llamarl.models.fsdp import is_dtensor
+from llamarl.models.protocol import Head
+from llamarl.models.shape import ModelConfig
+from llamarl.models.transformers_config import base_of, layers_of, transformers_model
+
+OURS = "llamarl"  # the name of our attention function in transformers' table
+
+
+@dataclass(slots=True)
+class Seat:
+    """Where the attention context of the pass sits, for all layers of one decoder."""
+
+    attention: AttentionContext | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What transformers' layers get in the place of a mask where they see the last `tokens`
+    alone.
+    """
+
+    tokens: int
+
+
+def _mask(*, local_size: int | None = None, **_: object) -> Window | None:
+    """Return what says which keys a layer sees: contexts make the mask itself."""
+    return None if local_size is None else Window(local_size)
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Window | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Attend in the context of the pass. query, key, value [1, heads, T, K]; returns [1, T, H,
+    K].
+    """
+    seat: Seat = module.llamarl_seat  # type: ignore[assignment]
+    assert seat.attention is not None, "only within a decoder's forward"
+    scores = Scores(
+        scale=scaling,
+        window=None if attention_mask is None else attention_mask.tokens,
+        softcap=softcap,
+        sinks_H=s_aux,
+    )
+    q_THK = query[0].transpose(0, 1)
+    k_TJK = key[0].transpose(0, 1)
+    v_TJK = value[0].transpose(0, 1)
+    head_dim = v_TJK.shape[-1]
+    if head_dim < k_TJK.shape[-1]:  # a cache has keys and values of one size
+        v_TJK = F.pad(v_TJK, (0, k_TJK.shape[-1] - head_dim))
+    out_THK = seat.attention.attend(module.layer_idx, q_THK, k_TJK, v_TJK, scores)  # type: ignore[arg-type]
+    return out_THK[None, ..., :head_dim], None
+
+
+ALL_ATTENTION_FUNCTIONS.register(OURS, _attend)
+ALL_MASK_ATTENTION_FUNCTIONS.register(OURS, _mask)
+
+
+class TransformersDecoder(Decoder):
+    """A decoder of transformers' modules. See LanguageModel."""
+
+    def __init__(self, config: ModelConfig, model: nn.Module):
+        super().__init__()
+        self.config = config
+        self.seat = Seat()
+        self._recomputes = False
+        self.transformers: Any = model
+        for module in model.modules():
+            if hasattr(module, "layer_idx"):
+                module.llamarl_seat = self.seat  # type: ignore[assignment]
+        text = model.config.get_text_config()  # type: ignore[operator, union-attr]
+        self.logit_cap: float | None = getattr(text, "final_logit_softcapping", None)
+        multiple = getattr(text, "logit_scale", None) or 1.0  # Cohere's
+        self._logit_scale = multiple / (getattr(text, "logits_scaling", None) or 1.0)  # Granite's
+
+    @property
+    def base(self) -> Any:
+        """transformers' model without the head."""
+        return base_of(self.transformers)
+
+    @property
+    def layers(self) -> nn.ModuleList:  # type: ignore[override]
+        """The decoder's blocks."""
+        return layers_of(self.transformers)
+
+    @property
+    def activation_checkpointing(self) -> bool:
+        """Whether each layer is computed again in backward."""
+        return self._recomputes
+
+    @activation_checkpointing.setter
+    def activation_checkpointing(self, wanted: bool) -> None:
+        if wanted == self._recomputes:
+            return
+        self._recomputes = wanted
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # the methods' names change in 6
+            if wanted:
+                self.transformers.gradient_checkpointing_enable({"use_reentrant": False})
+            else:
+                self.transformers.gradient_checkpointing_disable()
+
+    @property
+    def tok_embeddings(self) -> nn.Embedding:  # type: ignore[override]
+        """The embedding."""
+        return self.transformers.get_input_embeddings()
+
+    @property
+    def output_weight(self) -> Tensor:
+        """The output weight [V, D]: the embedding itself when tied."""
+        if self.config.tie_word_embeddings:
+            return self.tok_embeddings.weight
+        return self.transformers.lm_head.weight
+
+    def train(self, mode: bool = True) -> Self:
+        """Let the layers be computed again in backward. Nothing else is in training mode: the
+        policy that is sampled has no dropout, and ratios compare with that policy.
+        """
+        super().train(False)
+        self.training = mode
+        for layer in self.layers:
+            layer.training = mode
+        return self
+
+    def to_empty(self, *, device: str | torch.device | int | None, recurse: bool = True) -> Self:
+        """Give every parameter uninitialised memory on `device`. Buffers, such as rotary tables,
+        move there with their numbers. On the meta device they stay where they are.
+        """
+        if device is not None and torch.device(device).type == "meta":
+            return self
+
+        def memory_like(tensor: Tensor) -> Tensor:
+            if is_dtensor(tensor):
+                return torch.empty_like(tensor, device=device)
+            if tensor.is_meta:
+                return torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+                )
+            return tensor.to(device)
+
+        return self._apply(memory_like, recurse=recurse)
+
+    def rotary(self, positions_T: Tensor, longest: int) -> Angles:
+        """Return no angles: transformers' modules turn queries and keys themselves."""
+        nothing = positions_T.new_empty(len(positions_T), 1, 0, dtype=torch.float32)
+        return nothing, nothing
+
+    def project(self, h_TD: Tensor, weight_VD: Tensor) -> Tensor:
+        """Return logits [T, V] of hidden states."""
+        logits = F.linear(h_TD, weight_VD)
+        if self.logit_cap is None:
+            return logits
+        return torch.tanh(logits / self.logit_cap) * self.logit_cap
+
+    def forward(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attention: AttentionContext,
+        head: Head | None = None,
+    ):
+        """Logits [T, V], or what `head` makes of the normed hidden states and the output weight. A
+        head applies `logit_cap` itself.
+        """
+        if self.config.is_read_alone:
+            h_TD = self._each_alone(tokens_T, attention)
+        else:
+            num_tokens = len(tokens_T)
+            if attention.padding:
+                tokens_T = F.pad(tokens_T, (0, attention.padding))
+                positions_T = F.pad(positions_T, (0, attention.padding))
+            h_TD = self._hidden(tokens_T, positions_T, attention)[:num_tokens]
+        if self._logit_scale != 1.0:
+            h_TD = h_TD * self._logit_scale
+        weight_VD = self.output_weight
+        bias_V = getattr(self.transformers.lm_head, "bias", None)
+        if bias_V is not None:  # one more feature, which is 1
+            h_TD = F.pad(h_TD, (0, 1), value=1.0)
+            weight_VD = torch.cat([weight_VD, bias_V[:, None]], 1)
+        return (head or self.project)(h_TD, weight_VD)
+
+    def _hidden(self, tokens_T: Tensor, positions_T: Tensor, attention: AttentionContext) -> Tensor:
+        """Return the normed hidden states [T, D]."""
+        self.seat.attention = attention
+        seen = self.base(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False)
+        return seen.last_hidden_state[0]
+
+    def _each_alone(self, tokens_T: Tensor, attention: AttentionContext) -> Tensor:
+        """Return the normed hidden states [T, D], of one sequence after the other."""
+        made = []
+        for ids_n, before in attention.sequences(tokens_T):
+            size = len(ids_n)
+            with tokens_T.device:
+                positions_n = torch.arange(size)
+                alone = PackedAttention(torch.tensor([0, size]))
+            alone.padding = 0
+            made.append(self._hidden(ids_n.to(tokens_T.device), positions_n, alone)[before:])
+        return torch.cat(made)
+
+
+@contextmanager
+def attention_of_transformers(decoder: Decoder) -> Iterator[None]:
+    """Let transformers attend by its own plain products within the block."""
+    assert isinstance(decoder, TransformersDecoder), "a decoder of its modules"
+    decoder.transformers.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        decoder.transformers.set_attn_implementation(OURS)
+
+
+def transformers_decoder(config: ModelConfig, *, dtype: torch.dtype) -> TransformersDecoder:
+    """Return the decoder of a config that `transformers_config` made, on the meta device."""
+    model = transformers_model(config.fields, dtype)
+    model.set_attn_implementation(OURS)
+    return TransformersDecoder(config, model)
