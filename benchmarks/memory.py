@@ -38,7 +38,7 @@ from llamarl.learning.update import PolicyUpdate, UpdateSettings
 from llamarl.learning.values import Critic, CriticSettings, OwnCritic, SharedCritic
 from llamarl.memory import Training, longest_microbatch, update_bytes
 from llamarl.models.build import Decoder, build_decoder, random_weights
-from llamarl.models.config import ModelConfig, read_config, tiny_directory
+from llamarl.models.config import ModelConfig, as_scorer, read_config, tiny_directory
 from llamarl.models.lora import reset_lora
 from llamarl.models.masters import Masters
 from llamarl.models.shape import Lora
@@ -145,7 +145,7 @@ def predicted(case: Case) -> int:
     working = policy.working
     if case.critic == "own":
         of_critic = dataclasses.replace(training, lora_rank=0)
-        critic = update_bytes(config.as_scorer(), size, of_critic)
+        critic = update_bytes(as_scorer(config), size, of_critic)
         held += critic.held
         before = critic.gradients + critic.copies if training.several else 0
         working = max(working + before, policy.gradients + policy.copies + critic.working)
@@ -234,7 +234,7 @@ def critic_of(case: Case) -> Critic | None:
         betas, eps = ADAM["betas"], ADAM["eps"]
         return SharedCritic(width, settings, betas=betas, eps=eps, mesh=None, device=CPU)
     if case.critic == "own":
-        trunk = decoder_of(case, case.config.as_scorer())
+        trunk = decoder_of(case, as_scorer(case.config))
         return OwnCritic(trunk, settings, build_optimizer(trunk.parameters(), lr=1e-6, **ADAM))
     return None
 

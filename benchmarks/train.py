@@ -130,7 +130,9 @@ def uneven_groups(vocab: int, completions: int, median: int) -> list:
 # --- Ours: the trainer executor itself, alone ---
 
 
-def our_step(model: Path, dtype: str, budget: int, groups: list) -> Callable[[], None]:
+def our_step(
+    model: Path, dtype: str, budget: int, groups: list, made_by: str = "auto"
+) -> Callable[[], None]:
     from executors.build_trainer import build_trainer
     from llamarl.comm.groups import World
     from llamarl.config.command_line import compose_config
@@ -143,6 +145,7 @@ def our_step(model: Path, dtype: str, budget: int, groups: list) -> Callable[[],
     overrides = [
         "model=hf",
         f"model.path={model}",
+        f"model.implementation={made_by}",
         "model.dtype=float32",
         f"trainer.compute_dtype={dtype}",
         f"trainer.microbatch_tokens={budget}",

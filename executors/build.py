@@ -88,8 +88,10 @@ def engine_builder(
         quantize=g.quantize,
         quantize_exclude=tuple(g.quantize_exclude),
         lora=inputs.lora,
+        made_by=config.model.made_by,
         decode=inputs.decode,
         reproducible=config.reproducible,
+        notes_routes=config.trainer.routing_replay,
         adapt=adapt,
     )
     if not config.environments:
@@ -253,5 +255,6 @@ def build_references(
             lora=job.inputs.lora if reference.kind == "reset" else None,
             weights_form=WeightsForm(dtype=config.model.dtype, transport=config.weights.transport),
             late_ends=late_ends_of(config, job),
+            made_by=config.model.made_by,
         )
     ]

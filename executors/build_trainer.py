@@ -94,6 +94,7 @@ def build_trainer(config: Config, job: Job, kind: type[FSDPTrainer] = FSDPTraine
             lora=job.inputs.lora,
             adapter_path=t.lora.path,
             ema_decay=t.ema_decay,
+            made_by=config.model.made_by,
         ),
         replicate=t.replicate,
         tensor_parallel=t.tensor_parallel,
@@ -160,6 +161,7 @@ def update_settings(config: Config, job: Job, loss_fn: Loss) -> UpdateSettings:
         filter_groups=t.filter_groups,
         recomputes_kv=config.generator.recompute_kv,
         late_ends=late_ends_of(config, job),
+        replays_routes=t.routing_replay,
     )
 
 

@@ -32,7 +32,7 @@ from llamarl.executor import Executor, State, WeightsForm
 from llamarl.learning.logprobs import LateEnds
 from llamarl.models.build import Decoder
 from llamarl.models.fsdp import local
-from llamarl.models.shape import Lora
+from llamarl.models.shape import AUTO, Lora
 from llamarl.scoring.ahead import StreamSettings
 from llamarl.scoring.reference import Batched, Resets, Streamed, newest_version
 from llamarl.scoring.scorer import Site
@@ -50,6 +50,7 @@ class Reference(Executor):
     trained at.
 
     model_path: a Hugging Face directory. model_dtype: a name in torch, such as "bfloat16".
+    made_by: of config_of.
     replicate: copies of the model, each sharded over an equal share of the ranks. tensor_parallel:
     ranks, one after another, that share each layer. groups_per_batch: the most groups that one step
     scores, per data-parallel rank. reproducible: a group's logprobs do not depend on which groups
@@ -82,6 +83,7 @@ class Reference(Executor):
     lora: Lora | None = None
     weights_form: WeightsForm = WeightsForm()
     late_ends: LateEnds | None = None
+    made_by: str = AUTO
 
     def __post_init__(self):
         self._early: list[Group] = []  # groups that need a later version of the reference
@@ -120,6 +122,7 @@ class Reference(Executor):
             group=self.group,
             late_ends=self.late_ends,
             lora=self.lora,
+            made_by=self.made_by,
         )
         self.decoder = model.decoder
         self.adapt_decoder(self.decoder)

@@ -175,6 +175,7 @@ class FSDPTrainer(Executor):
             dtype=getattr(torch, self.model_settings.dtype),
             tensor_parallel=self.model.decoder.tensor_parallel,
             cpu_offload=self.model_settings.cpu_offload,
+            made_by=self.model_settings.made_by,
         )
         self.adapt_decoder(reference)
         self._frozen = list(reference.parameters())

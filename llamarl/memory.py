@@ -90,7 +90,10 @@ def numbers_of_token(config: ModelConfig, split: int = 1) -> int:
     """Return how many numbers the keys and values of a token are, over all layers, on the rank
     that holds most of `split` that share each layer.
     """
-    heads = max(heads_of(config, rank, split).num_kv for rank in range(split))
+    if config.implementation == "transformers":
+        heads = config.num_key_value_heads // (split if config.split_heads else 1)
+    else:
+        heads = max(heads_of(config, rank, split).num_kv for rank in range(split))
     return 2 * config.num_hidden_layers * heads * config.head_dim
 
 
@@ -467,8 +470,7 @@ class _Peak:
                 again += self.layer_copy
         # First the gradients of the MLP's hidden units, while its inputs are held. The gradients of
         # the weights come later; those of copies wait until the whole layer is done.
-        gated = self.config.traits.gated
-        at_mlp = self.layer + (2 if gated else 1) * self.hidden + self.width
+        at_mlp = self.layer + 2 * self.hidden + self.width
         of_mlp = self.config.hidden_size * self.config.intermediate_size // t.tensor_parallel
         at_mlp += t.itemsize * of_mlp if self.trains_all else 0
         waiting = t.itemsize if self.is_low or t.shards > 1 else 0
@@ -477,10 +479,9 @@ class _Peak:
         # Attention over few keys holds its weights, and in its backward twice their gradients.
         heads = self.config.num_attention_heads // t.tensor_parallel
         pairs = t.itemsize * heads * _short_pairs(self.size, t)
-        products = 3 if gated else 2
-        at_attention = self.layer - products * self.hidden + 2 * pairs + self.width
+        at_attention = self.layer - 3 * self.hidden + 2 * pairs + self.width
         if waiting and self.trains_all:
-            at_attention += t.itemsize * products * of_mlp
+            at_attention += t.itemsize * 3 * of_mlp
         at_end = 2 * self.width + waiting * self.layer_gradients
         in_master = self.layer_gradients if t.shards > 1 else of_mlp * self.trains_all
         at_end += WIDE * in_master
@@ -515,9 +516,9 @@ def layer_elements(config: ModelConfig, size: MicrobatchSize, training: Training
     queries = config.num_attention_heads * config.head_dim // split
     keys = config.num_key_value_heads * config.head_dim // split
     hidden = config.intermediate_size // split
-    # Two residual sums and two norms; the queries, and the attention's result in token order.
-    of_token = 4 * d + 2 * queries
-    of_token += (3 if config.traits.gated else 2) * hidden
+    # Two residual sums and two norms; the queries, and the attention's result in token order; of
+    # the MLP the gate, what goes up, and their product.
+    of_token = 4 * d + 2 * queries + 3 * hidden
     of_token += training.lora_rank * len(training.lora_targets)
     if config.traits.qk_norm:
         of_token += queries + keys

@@ -32,7 +32,7 @@ Shape letters, here and wherever no other legend is given:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -172,13 +172,14 @@ class Ending:
 
 ALONE = Ending(reason="completed", num_turns=1, reward=None, error="")  # no environment
 _NOT_GIVEN = torch.zeros(0)  # stands for a field that the record itself sets
+NO_ROUTES = torch.zeros(0, dtype=torch.uint8)
 
 
-def _set_not_given(record: object, **values: Tensor) -> None:
-    """Set those of these fields that were not given, in a record that is frozen."""
-    for name, value in values.items():
+def _set_not_given(record: object, **made: Callable[[], Tensor]) -> None:
+    """Make those of these fields that were not given, in a record that is frozen."""
+    for name, make in made.items():
         if getattr(record, name) is _NOT_GIVEN:
-            object.__setattr__(record, name, value)
+            object.__setattr__(record, name, make())
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +207,8 @@ class Completion:
     ending: Ending = ALONE
     prompt: int | None = None  # as of its Ticket
     columns: Columns = field(default_factory=dict)
+    # [P + L, M, K], the experts of each token (llamarl.models.routing); [0]: nobody noted them
+    routes: Tensor = NO_ROUTES
 
     def __post_init__(self):
         tokens = self.token_ids.numel()
@@ -213,14 +216,16 @@ class Completion:
         versions = self.policy_versions.numel()
         _set_not_given(
             self,
-            loss_mask=torch.ones(tokens, dtype=torch.bool),
-            restarts=torch.zeros(tokens, dtype=torch.bool),
+            loss_mask=lambda: torch.ones(tokens, dtype=torch.bool),
+            restarts=lambda: torch.zeros(tokens, dtype=torch.bool),
         )
         if not tokens == logprobs == versions == self.loss_mask.numel():
             raise ValueError(
                 f"Completion {self.ticket}/{self.sample_index}: {tokens} tokens but {logprobs} "
                 f"logprobs, {versions} versions and a mask of {self.loss_mask.numel()}"
             )
+        if len(self.routes) not in (0, self.prompt_ids.numel() + tokens):
+            raise ValueError(f"Completion {self.ticket}: routes of {len(self.routes)} tokens")
 
     @property
     def last_turn(self) -> Tensor:
@@ -273,7 +278,7 @@ class EvalCompletion:
     def __post_init__(self):
         num_tokens = self.token_ids.numel()
         num_versions = self.policy_versions.numel()
-        _set_not_given(self, loss_mask=torch.ones(num_tokens, dtype=torch.bool))
+        _set_not_given(self, loss_mask=lambda: torch.ones(num_tokens, dtype=torch.bool))
         if not num_versions == num_tokens == self.loss_mask.numel():
             raise ValueError(
                 f"EvalCompletion of held-out prompt {self.prompt_index}: {num_tokens} tokens but "
@@ -363,17 +368,18 @@ class Group:
     # without novelty and other shaping; not given: the rewards
     achieved: Tensor = _NOT_GIVEN
     columns: tuple[Columns, ...] = ()  # G; not given: none has any
+    routes: Tensor = NO_ROUTES  # [P + T, M, K], the prompt's first; as of a Completion
 
     def __post_init__(self):
         tokens = int(self.lengths.sum())
         size = self.lengths.numel()
         _set_not_given(
             self,
-            achieved=self.rewards,
-            turn_rewards=torch.zeros(tokens),
-            loss_mask=torch.ones(tokens, dtype=torch.bool),
-            restarts=torch.zeros(tokens, dtype=torch.bool),
-            trained=torch.tensor([kind == "score" for kind in self.outcomes], dtype=torch.bool),
+            achieved=lambda: self.rewards,
+            turn_rewards=lambda: torch.zeros(tokens),
+            loss_mask=lambda: torch.ones(tokens, dtype=torch.bool),
+            restarts=lambda: torch.zeros(tokens, dtype=torch.bool),
+            trained=lambda: torch.tensor([o == "score" for o in self.outcomes], dtype=torch.bool),
         )
         if not self.columns:
             object.__setattr__(self, "columns", ({},) * size)
@@ -391,6 +397,8 @@ class Group:
                 f"Group {self.ticket}: ref_logprobs has {self.ref_logprobs.numel()} elements, "
                 f"need 0 or {tokens}"
             )
+        if len(self.routes) not in (0, self.prompt_ids.numel() + tokens):
+            raise ValueError(f"Group {self.ticket}: routes of {len(self.routes)} tokens")
         num_rewards = self.rewards.numel()
         if self.achieved.numel() != num_rewards:
             raise ValueError(
@@ -439,6 +447,7 @@ class Group:
             turn_rewards=turn_rewards,
             achieved=torch.tensor(achieved, dtype=torch.float32),
             columns=tuple({**c.columns, **outcome.columns} for c, outcome in scored),
+            routes=_routes_of(parts),
         )
 
     @property
@@ -535,6 +544,7 @@ class PackedBatch:
     groups: Tensor  # [N] int64, which of the microbatch's groups a completion belongs to
     rewards: Tensor  # [N] float32, shaped, finite
     group_tokens: Tensor  # [N] float32, trained tokens of its whole group, in all microbatches
+    routes: Tensor = NO_ROUTES  # [T, M, K], as of a Completion
 
 
 def begin_of_turn(loss_mask: Tensor) -> int:
@@ -550,6 +560,21 @@ def ends_of_turns(loss_mask: Tensor) -> Tensor:
     goes_on = torch.zeros_like(loss_mask)
     goes_on[:-1] = loss_mask[1:]
     return loss_mask & ~goes_on
+
+
+def _routes_of(completions: Sequence[Completion]) -> Tensor:
+    """Return the routes [P + T, M, K] of a group: of the prompt those of the first completion that
+    has any.
+    """
+    noted = [c.routes for c in completions if len(c.routes)]
+    if not noted:
+        return NO_ROUTES
+    num_prompt = completions[0].prompt_ids.numel()
+    routes = [noted[0][:num_prompt]]
+    for one in completions:
+        nothing = noted[0].new_zeros(one.token_ids.numel(), *noted[0].shape[1:])
+        routes.append(one.routes[num_prompt:] if len(one.routes) else nothing)
+    return torch.cat(routes)
 
 
 def _at_ends_of_turns(completion: Completion, outcome: Outcome) -> Tensor:

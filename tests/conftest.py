@@ -2,6 +2,8 @@
 importable from every one of them.
 """
 
+import functools
+import gc
 import logging
 import os
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 import pytest  # noqa: E402
+import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 from tests.order import long_files_first  # noqa: E402
@@ -23,6 +26,7 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=sl
 settings.load_profile("any machine")
 
 MAX_WORKERS = 4  # each has a pool of ranks, some hundred MiB apiece
+THREADS = torch.get_num_threads()
 
 
 def pytest_xdist_auto_num_workers(config) -> int:
@@ -43,13 +47,29 @@ def pytest_collection_modifyitems(items) -> None:
     long_files_first(items)
 
 
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector everything that imports have made, which stays."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Compute with one thread. Tests have few numbers, and where all cores are busy, a second
+    thread makes the least product last until the scheduler gives both of them a core.
+    """
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def conf_is_read_once():
-    """Command lines are composed by tests/build/composing.py, at a sixth of the time."""
-    from tests.build.composing import quick_compose
+    """Command lines are composed by tests/build/composing.py, at a tenth of the time."""
+    from tests.build.composing import quick_compose, quick_load
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hydra.compose", quick_compose)
+        load = "hydra._internal.config_repository.ConfigRepository.load_config"
+        patch.setattr(load, quick_load)
         yield
 
 
@@ -66,8 +86,6 @@ def process_state():
     """Threads, precision and logging of this process are afterwards as before: programs set them,
     and some tests run one here.
     """
-    import torch
-
     precision = torch.get_float32_matmul_precision()
     threads = torch.get_num_threads()
     level = logging.getLogger().level
@@ -78,11 +96,24 @@ def process_state():
 
 
 @pytest.fixture
+def threads_of_machine(process_state):
+    """As many threads as a program has here, for kernels that share out their rows among them."""
+    torch.set_num_threads(max(2, THREADS))
+
+
+@pytest.fixture
 def float32_products(process_state):
     """Products of float32 as every program of ours has them on this machine."""
+    torch.set_float32_matmul_precision(_chosen_precision())
+
+
+@functools.cache
+def _chosen_precision() -> str:
+    """Measure once: it takes longer than most of the tests that ask for it."""
     from llamarl.machine.precision import use_float32_products
 
     use_float32_products(reproducible=True)
+    return torch.get_float32_matmul_precision()
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ OTHERS = {
     "config.reward.scorer.path config.reward.max_error_rate trainer.version generator.version "
     "generator.num_free_groups",
     "a package where llamarl is installed": "llamarl.recipes llamarl.recipes.llama_async",
-    "models": "BitNet DeepSeek DiffLlama MoE OLMoE StableLM StarCoder",
+    "models": "DeepSeek DiffLlama MoE",
     "put together of two": "exp_avg_scale hf_ema",
     "Slurm and Kubernetes": "KillWait RequeueExit ReadWriteMany",
 }

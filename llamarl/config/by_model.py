@@ -88,7 +88,7 @@ def told(config: Config, path: Path) -> list[str]:
     how it will learn, a task that was made for another model, and prompts that are cut short.
     """
     lines = []
-    model = read_config(path)
+    model = read_config(path, config.model.implementation)
     if not is_tiny(path):
         size = f"{num_parameters(model) / 1e6:,.0f} M parameters"
         default = lr_of(str(path))
@@ -98,7 +98,8 @@ def told(config: Config, path: Path) -> list[str]:
         warmup = f"warm-up {config.trainer.warmup_steps} steps"
         slots = f"{config.generator.max_slots} slots a generator"
         asked = f"at most {config.eval.num_prompts} held-out prompts an evaluation"
-        lines.append(f"model    {lr}, {warmup}, {config.model.dtype}, {slots}, {asked}")
+        dtype = f"{config.model.dtype} in {config.model.builder or model.implementation} modules"
+        lines.append(f"model    {lr}, {warmup}, {dtype}, {slots}, {asked}")
         if config.task.kind == "addition":
             lines.append(
                 'task     addition asks "35+50=" as bare text and was made for the tiny model; '

@@ -90,8 +90,10 @@ class JobKind(Generic[Schema]):
 
     def read(self, composed: DictConfig) -> Schema:
         """Return the typed config of composed values. ConfigError as `to_config`."""
-        kept = [str(key) for key in composed if key not in self.of_others]
-        return to_config(OmegaConf.masked_copy(composed, kept), self.schema)
+        if self.of_others:
+            kept = [str(key) for key in composed if key not in self.of_others]
+            composed = OmegaConf.masked_copy(composed, kept)
+        return to_config(composed, self.schema)
 
 
 RL = JobKind("config", Config, check=check, idle_ranks=idle_ranks)  # the main job

@@ -13,6 +13,8 @@ from pathlib import Path
 from llamarl.config.schema import Config
 from llamarl.config.sections.placement import COLOCATED, find_given_ranks
 from llamarl.models.config import ModelConfig, read_config, tiny_directory
+from llamarl.models.shape import AUTO
+from llamarl.models.sharding import why_not_split
 from llamarl.words.findings import Findings, show
 
 TINY_MODEL = tiny_directory()
@@ -77,7 +79,7 @@ def find_placement(c: Config, world_size: int, found: Findings) -> None:
     if not find_given_ranks(c.placement, found, world_size=world_size):
         return
     placed = placement_of(c, world_size)
-    model = _model_at(c.model.path or TINY_MODEL)
+    model = _model_at(c.model.path or TINY_MODEL, c.model.implementation)
     _find_trainer(c, len(placed["trainer"]), model, found)
     _find_shared_models(c, placed, model, found)
     if c.generator.tensor_parallel > 1:
@@ -89,8 +91,10 @@ def find_placement(c: Config, world_size: int, found: Findings) -> None:
 def _find_heads(
     section: str, size: int, noun: str, model: ModelConfig | None, found: Findings
 ) -> None:
-    """Find more ranks than query heads."""
-    if model is None or model.num_attention_heads >= size:
+    """Find more ranks than query heads, or than can share transformers' modules."""
+    if model is None or _find_unsplit(section, size, noun, model, found):
+        return
+    if model.num_attention_heads >= size:
         return
     heads = model.num_attention_heads
     what = f"the {noun} has {heads} query heads, fewer than the ranks that share them"
@@ -144,7 +148,7 @@ def _find_uneven(
     section: str, size: int, noun: str, model: ModelConfig | None, found: Findings
 ) -> None:
     """Find parts of a model that tensor-parallel ranks cannot share evenly."""
-    if model is None:
+    if model is None or _find_unsplit(section, size, noun, model, found):
         return
     parts = {
         "query heads": model.num_attention_heads,
@@ -157,9 +161,22 @@ def _find_uneven(
         found.add(what, f"{section}.tensor_parallel")
 
 
-def _model_at(path: str | Path) -> ModelConfig | None:
+def _find_unsplit(section: str, size: int, noun: str, model: ModelConfig, found: Findings) -> bool:
+    """Find layers of transformers' modules that so many ranks cannot share. Return whether these
+    modules compute the model.
+    """
+    why = why_not_split(model, size)
+    if why:
+        remedy = f"set {section}.tensor_parallel=1"
+        if section == "trainer":
+            remedy += "; more trainer ranks share its layers by FSDP"
+        found.add(f"the {noun}: {why}; {remedy}", f"{section}.tensor_parallel")
+    return model.implementation == "transformers"
+
+
+def _model_at(path: str | Path, made_by: str = AUTO) -> ModelConfig | None:
     try:
-        return read_config(path)
+        return read_config(path, made_by)
     except (OSError, ValueError):
         return None  # reported elsewhere
 

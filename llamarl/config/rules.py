@@ -21,6 +21,7 @@ from llamarl.config.sections.generator import (
     find_other_temperatures,
 )
 from llamarl.config.sections.loss import find_loss
+from llamarl.config.sections.model import find_builder
 from llamarl.config.sections.placement import find_asked, find_weights
 from llamarl.config.sections.reference import find_reference, find_reference_stream
 from llamarl.config.sections.reward import find_gold, find_reward
@@ -74,6 +75,13 @@ def check(
     find_weights(c.weights, found, cpu_offload=c.trainer.cpu_offload, num_hosts=num_hosts)
     find_metrics(c.metrics, found)
     found.add_unless_model(c.model.path, "model.path")
+    shared = {"trainer": c.trainer, "generator": c.generator, "reference": c.reference}
+    find_builder(
+        c.model,
+        found,
+        tensor_parallel={name: section.tensor_parallel for name, section in shared.items()},
+        quantize=c.generator.quantize,
+    )
     find_generator(c.generator, c, found, longest=c.longest_asked, longest_keys=c.longest_keys)
     if trains:
         find_cut_distributions(c.generator, found)

@@ -23,15 +23,11 @@ from llamarl.config.sections.buffer import AnyBufferSettings, ReplayBufferSettin
 from llamarl.config.sections.evaluation import EvalSettings
 from llamarl.config.sections.generator import AnyGeneratorSettings
 from llamarl.config.sections.loss import AnyLossSettings
+from llamarl.config.sections.model import ModelSettings
 from llamarl.config.sections.placement import PlacementSettings, WeightsSettings
 from llamarl.config.sections.reference import AnyReferenceSettings
 from llamarl.config.sections.reward import AnyRewardSettings, gold_of, parts_of
-from llamarl.config.sections.run import (
-    CheckpointSettings,
-    ModelSettings,
-    RunMetricsSettings,
-    RunSettings,
-)
+from llamarl.config.sections.run import CheckpointSettings, RunMetricsSettings, RunSettings
 from llamarl.config.sections.task import (
     AnyTaskSettings,
     HeldOutTaskSettings,

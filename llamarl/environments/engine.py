@@ -24,7 +24,7 @@ from llamarl.inference.cache import Key
 from llamarl.inference.engine import Engine
 from llamarl.inference.requests import NewTokens, Partial, Recorded, Request, TokenIds, on_cpu
 from llamarl.inference.sampler import SamplingParams
-from llamarl.types import Completion, Prompt
+from llamarl.types import NO_ROUTES, Completion, Prompt
 
 
 class DialogueEngine:
@@ -263,6 +263,7 @@ def with_context(
         generator_logprobs=torch.cat([completion.generator_logprobs, torch.zeros(size)]),
         policy_versions=torch.cat([versions, torch.full((size,), version)]),
         loss_mask=torch.cat([completion.loss_mask, torch.zeros(size, dtype=torch.bool)]),
+        routes=NO_ROUTES,  # the engine notes all anew when it goes on
     )
 
 

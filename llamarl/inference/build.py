@@ -14,11 +14,11 @@ from llamarl.executor import ExecutorGroup
 from llamarl.inference.engine import Engine
 from llamarl.inference.protocol import Bind
 from llamarl.inference.vllm_engine import VLLMEngine
-from llamarl.models.build import Decoder, build_decoder, read_config
+from llamarl.models.build import Decoder, build_decoder, config_of, read_config
 from llamarl.models.hf import absent_rows, load_buffers, load_weights
 from llamarl.models.lora import lay_side_by_side, travelling
 from llamarl.models.quantize import quantize_decoder
-from llamarl.models.shape import Lora
+from llamarl.models.shape import AUTO, Lora
 from llamarl.models.sharding import adapter_shapes, parameter_shapes
 from llamarl.models.tp import TensorParallel
 
@@ -33,6 +33,7 @@ def build_native(
     quantize_exclude: tuple[str, ...] = (),
     adapt: Callable[[Decoder], None] = lambda decoder: None,
     lora: Lora | None = None,
+    made_by: str = AUTO,
     **options,
 ) -> Engine:
     """Build an `Engine`, on one rank or, tensor-parallel, on several that share the model.
@@ -40,9 +41,10 @@ def build_native(
     model_path: a Hugging Face directory. quantize: the form that the weights arrive and are held
     in, or "none". quantize_exclude: parts of names of modules that keep model_dtype. adapt: changes
     the decoder before the engine is built around it. lora: adapters arrive alone, and the weights
-    beside them are read from the directory once. options: the engine's others.
+    beside them are read from the directory once. made_by: of config_of. options: the engine's
+    others.
     """
-    config = dataclasses.replace(read_config(model_path), lora=lora)
+    config = dataclasses.replace(config_of(model_path, made_by), lora=lora)
     decoder = build_decoder(
         config,
         dtype=getattr(torch, model_dtype),

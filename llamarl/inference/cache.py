@@ -59,6 +59,7 @@ class SlotCache:
         self.rows = self.room.rows
         self.capacity = self.room.capacity  # places of a row
         self.layers = [self._empty(shape) for shape in self._shapes]
+        self._has_routes = False  # the last of `layers`, [1, S, M, L, K], are routes
 
     def reserve(self, rows: int, length: int) -> None:
         """Make room for `rows` rows of `length` <= max_len tokens; what these held stays.
@@ -75,7 +76,8 @@ class SlotCache:
         self.rows = self.room.rows
         self.capacity = self.room.capacity
         for i, old in enumerate(self.layers):
-            new = self._empty(self._shapes[i])
+            size, _, heads, _, dim = old.shape
+            new = old.new_zeros(size, self.rows, heads, self.capacity, dim)
             kept = old[:, : self.rows, :, : self.capacity]
             _, num_rows, _, num_places, _ = kept.shape
             new[:, :num_rows, :, :num_places] = kept
@@ -107,6 +109,25 @@ class SlotCache:
         keys[slots_T, :, positions_T] = k_TJK
         values[slots_T, :, positions_T] = v_TJK
         return keys, values
+
+    def write_routes(
+        self, slots_T: Tensor, positions_T: Tensor, routes_TMK: Tensor, is_kept_T: Tensor
+    ) -> None:
+        """Keep the routes (llamarl.models.routing) of tokens at their slots and positions, where
+        is_kept_T.
+        """
+        if not self._has_routes:
+            _, routers, experts = routes_TMK.shape
+            size = (1, self.rows, routers, self.capacity, experts)
+            self.layers.append(routes_TMK.new_zeros(size))
+            self._has_routes = True
+        held = self.layers[-1][0]
+        old_TMK = held[slots_T, :, positions_T]
+        held[slots_T, :, positions_T] = torch.where(is_kept_T[:, None, None], routes_TMK, old_TMK)
+
+    def routes(self, slot: int, length: int) -> Tensor:
+        """Return the routes [n, M, K] of the first `length` tokens of a slot, on the CPU."""
+        return self.layers[-1][0, slot, :, :length].transpose(0, 1).cpu()
 
     def write_tokens(self, slots_T: Tensor, positions_T: Tensor, tokens_T: Tensor) -> None:
         """Keep token ids at their slots and positions, for a decoder that reads them again."""

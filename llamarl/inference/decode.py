@@ -135,12 +135,7 @@ class NativeDecode:
         if any(type(parameter) is not nn.Parameter for parameter in decoder.parameters()):
             return False
         config = decoder.config
-        traits = config.traits
-        has_more = traits.qk_norm or traits.biases or traits.learned_positions
-        is_llamas = traits.norm == "rms" and traits.gated and not has_more
-        if not is_llamas or config.rotary_dim is not None or config.parallel_residual:
-            return False
-        if config.num_attention_heads % config.num_key_value_heads:
+        if config.traits.qk_norm or config.num_attention_heads % config.num_key_value_heads:
             return False
         # Pairs of bfloat16 are multiplied at once.
         if config.hidden_size % 2 or config.intermediate_size % 2 or config.head_dim % 2:

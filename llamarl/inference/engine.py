@@ -30,6 +30,7 @@ import itertools
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from llamarl.inference.agreement import check_agreement
@@ -54,7 +55,7 @@ from llamarl.machine.allocator import keep_freed_memory
 from llamarl.models.build import Decoder
 from llamarl.models.peft import load_policy
 from llamarl.models.sharding import num_parameters
-from llamarl.types import FinishReason
+from llamarl.types import NO_ROUTES, FinishReason
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -73,6 +74,8 @@ class Engine(SlotEngine):
     decode: token ids -> their text. Samples with stop strings need it.
     kept_tokens: K/V places kept for samples that stopped by themselves, so that submit_partial can
     continue them behind an environment's answer. 0: their K/V are recomputed.
+    notes_routes: completions have the routes of their tokens (llamarl.models.routing): those by
+    which the K/V in the cache were computed.
 
     It is a GenerationEngine, and a Resumable-, Streaming- and QuantizedEngine
     (llamarl.inference.protocol), where the calls that all engines share are described in full.
@@ -92,18 +95,17 @@ class Engine(SlotEngine):
         reproducible: bool = True,
         decode: Decode | None = None,
         kept_tokens: int = 0,
+        notes_routes: bool = False,
     ):
         if max_slots < 1 or max_len < 2:
             raise ValueError(
                 f"max_slots={max_slots}, max_len={max_len}: need at least 1 slot and 2 tokens"
             )
         places = decoder.config.max_position_embeddings
-        learned = decoder.config.traits.learned_positions
-        if (learned or decoder.config.implementation == "transformers") and max_len > places:
-            # transformers' modules do not say whether they are learned.
+        if decoder.config.implementation == "transformers" and max_len > places:
+            # Positions may be learned, and the modules do not say so.
             raise ValueError(
-                f"max_len={max_len}: {decoder.config.architecture} has learned positions for "
-                f"{places}"
+                f"max_len={max_len}: {decoder.config.architecture} has positions for {places}"
             )
         self.device = torch.device(device)
         self._on_cpu = self.device.type == "cpu"
@@ -135,8 +137,13 @@ class Engine(SlotEngine):
         self._restage_due = False
         self._version = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._runner = ModelRunner(
-            self.decoder, self._cache, rows=max_slots, reproducible=reproducible
+            self.decoder,
+            self._cache,
+            rows=max_slots,
+            reproducible=reproducible,
+            notes_routes=notes_routes,
         )
+        self._notes_routes = notes_routes
         # Places that the next token of any row attends to, at most; 0: to be looked up.
         self._reach = 0
         self._graphs = None
@@ -503,7 +510,8 @@ class Engine(SlotEngine):
         """`_advance` without a graph: decoded, sampled and recorded in place."""
         tokens = self._rows.token[:num_rows]
         positions = self._rows.position[:num_rows]
-        logits_NV = self._runner.decode(0, tokens, positions, longest)
+        live = self._rows.live[:num_rows]
+        logits_NV = self._runner.decode(0, tokens, positions, longest, live)
         self._append(0, logits_NV)
 
     @torch.inference_mode()
@@ -559,7 +567,7 @@ class Engine(SlotEngine):
                 reason = "stop"
             elif int(had.token_ids[-1]) in sample.request.params.stop_token_ids:
                 reason = "stop"
-            self._finish(*sample, had, reason)
+            self._finish(*sample, had, reason, self._routes_of(row, sample.request, had))
             if reason == "stop" and self._kept.keeps_any:
                 # The newest token has not been read, and until it is taken out a row that has ended
                 # goes on writing to the place before that.
@@ -568,6 +576,17 @@ class Engine(SlotEngine):
                 key = (sample.request.stream, sample.request.ticket, sample.sample_index)
                 self._kept.keep(key, row, places)
             self._retired_tokens += had.token_ids.numel()
+
+    def _routes_of(self, row: int, request: Request, had: Recorded) -> Tensor:
+        """Return the routes [P + L, M, K] of a row's prompt and tokens; none of what was read
+        before the newest restart, and of the last token, which is not read.
+        """
+        if not self._notes_routes:
+            return NO_ROUTES
+        num_read = read_by_model(request.prompt_ids, had.token_ids, had.restarts).numel() - 1
+        routes_nMK = self._cache.routes(row, num_read)
+        before = request.prompt_ids.numel() + had.token_ids.numel() - num_read - 1
+        return F.pad(routes_nMK, (0, 0, 0, 0, before, 1))
 
     def _longest(self, num_rows: int) -> int:
         """Return the most places that the next token of any of the first rows attends to."""

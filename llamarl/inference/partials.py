@@ -17,7 +17,7 @@ from torch import Tensor
 
 from llamarl.inference.requests import Partial, Recorded
 from llamarl.inference.sampler import SamplingParams
-from llamarl.types import Completion, Ending
+from llamarl.types import NO_ROUTES, Completion, Ending
 
 if TYPE_CHECKING:
     from llamarl.tickets.prompts import AnyPrompts
@@ -30,6 +30,7 @@ _LENGTHS = {
     "policy_versions": "lengths",
     "loss_mask": "lengths",
     "restarts": "lengths",
+    "routes": "routed_lengths",
 }
 
 
@@ -50,9 +51,10 @@ def pack(samples: Sequence[Partial | Completion]) -> dict[str, Tensor | list]:
     state["tickets"] = torch.tensor(tickets)
     state["sample_indices"] = torch.tensor(sample_indices)
     for name, lengths in _LENGTHS.items():
-        tensors = [getattr(s, name) for s in samples]
+        # A partial one is read again, and so are its routes noted.
+        tensors = [getattr(s, name, NO_ROUTES) for s in samples]
         state[name] = torch.cat(tensors)
-        state[lengths] = torch.tensor([tensor.numel() for tensor in tensors])
+        state[lengths] = torch.tensor([len(tensor) for tensor in tensors])
     return state
 
 
@@ -98,6 +100,7 @@ def unpack(
                 restarts=had["restarts"],
                 ending=_ending_of(state["endings"][i]),
                 columns=state["columns"][i],
+                routes=had["routes"],
             )
 
 

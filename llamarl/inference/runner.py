@@ -34,10 +34,20 @@ class ModelRunner:
     There are up to three ways: the native pass with products by tile instructions, or by vectors,
     and the module. reproducible: the first of those that this machine has; else the one that a
     decode step of `rows` rows shows to be clearly faster, measured before the first pass and kept
-    for later runs on the machine (llamarl.machine.choice).
+    for later runs on the machine (llamarl.machine.choice). notes_routes: keep the routes of each
+    token in the cache.
     """
 
-    def __init__(self, decoder: Decoder, cache: SlotCache, *, rows: int, reproducible: bool):
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: SlotCache,
+        *,
+        rows: int,
+        reproducible: bool,
+        notes_routes: bool = False,
+    ):
+        self._notes_routes = notes_routes
         self._decoder, self._cache = decoder, cache
         self._absent_rows = decoder.absent_rows
         fits = NativeDecode.fits(decoder, cache.device, cache.dtype)
@@ -95,16 +105,24 @@ class ModelRunner:
         return way
 
     def decode(
-        self, first_slot: int, tokens_N: Tensor, positions_N: Tensor, longest: int
+        self,
+        first_slot: int,
+        tokens_N: Tensor,
+        positions_N: Tensor,
+        longest: int,
+        live_N: Tensor | None = None,
     ) -> Tensor:
         """Run one token a row, in slots first_slot onwards, at positions_N < longest. Returns
-        logits [N, V] of the next.
+        logits [N, V] of the next. live_N: bool, the rows whose tokens count; None: all.
         """
         if self.native:
             slots_N = torch.arange(first_slot, first_slot + tokens_N.numel())
             return self._narrowed(self.native(tokens_N, positions_N, self._cache, slots_N))
         context = Decode(self._cache, positions_N, longest, first_slot)
-        return self._narrowed(self._decoder(tokens_N, positions_N, context))
+        logits_NV = self._decoder(tokens_N, positions_N, context)
+        slots_N = torch.arange(first_slot, first_slot + len(tokens_N), device=tokens_N.device)
+        self._note_routes(slots_N, positions_N, live_N)
+        return self._narrowed(logits_NV)
 
     def prefill(
         self,
@@ -158,6 +176,7 @@ class ModelRunner:
                 return self._decoder.project(h_TD[last_N], w_VD)
 
             logits_NV = self._decoder(tokens_T.to(device), positions_T, context, project_last)
+            self._note_routes(slots_T.to(device), positions_T)
         self._narrowed(logits_NV)
         inputs_R = torch.arange(len(lengths_N)).repeat_interleave(copies_N)
         computed_R = slots_N[inputs_R]
@@ -167,6 +186,17 @@ class ModelRunner:
         target = slots_R[is_copy_R].to(device)
         self._cache.copy(source, target, int(lengths_N.max()))
         return logits_NV[inputs_R.to(device)]
+
+    def _note_routes(
+        self, slots_T: Tensor, positions_T: Tensor, live_T: Tensor | None = None
+    ) -> None:
+        """Keep the routes of the tokens just read."""
+        if not self._notes_routes:
+            return
+        assert self._decoder.routing is not None, "a dense model has no routes"
+        if live_T is None:
+            live_T = torch.ones_like(slots_T, dtype=torch.bool)
+        self._cache.write_routes(slots_T, positions_T, self._decoder.routing.taken, live_T)
 
     def _narrowed(self, logits_NV: Tensor) -> Tensor:
         """Take the rows that no token has out of the distribution, in place."""

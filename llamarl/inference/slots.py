@@ -10,7 +10,7 @@ from torch import Tensor
 from llamarl.inference.requests import Recorded, Request, TokenIds, on_cpu
 from llamarl.inference.sampler import SamplingParams
 from llamarl.inference.stop_strings import Decode, StopStrings
-from llamarl.types import Completion, FinishReason
+from llamarl.types import NO_ROUTES, Completion, FinishReason
 
 
 class SlotEngine:
@@ -105,7 +105,12 @@ class SlotEngine:
         """Release what does not go with the engine."""
 
     def _finish(
-        self, request: Request, index: int, recorded: Recorded, reason: FinishReason
+        self,
+        request: Request,
+        index: int,
+        recorded: Recorded,
+        reason: FinishReason,
+        routes: Tensor = NO_ROUTES,
     ) -> None:
         """Sample `index` of a request has ended."""
         completion = Completion(
@@ -113,6 +118,7 @@ class SlotEngine:
             sample_index=index,
             prompt_ids=request.prompt_ids,
             finish_reason=reason,
+            routes=routes,
             **recorded._asdict(),
         )
         self._finished.append((request.stream, completion))

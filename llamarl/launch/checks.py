@@ -17,12 +17,13 @@ from llamarl.launch.inputs import JobInputs
 from llamarl.launch.placement import ranges
 from llamarl.launch.scorers import gold_kind, reward_kinds
 from llamarl.models.build import build_decoder
-from llamarl.models.config import ModelConfig, read_config
+from llamarl.models.config import ModelConfig, as_scorer, read_config
 from llamarl.models.given import read_model
 from llamarl.models.hf import absent_ids, is_as_named
 from llamarl.models.peft import check_adapter
 from llamarl.models.quantize import quantize_decoder
 from llamarl.models.scorer import SCORE
+from llamarl.models.shape import AUTO
 from llamarl.models.sharding import adapter_shapes
 from llamarl.tasks.parts import MixtureTask, reference_texts
 from llamarl.tasks.special import end_tokens_file, stop_tokens
@@ -51,7 +52,7 @@ def check_inputs(inputs: JobInputs) -> None:
     with bad_input():
         file = inputs.model_path / "config.json"
         needs = "model.path is the policy, so it needs a language model"
-        model = _read_language_model(inputs.model_path, str(file), needs)
+        model = _read_language_model(inputs.model_path, str(file), needs, c.model.made_by)
         _check_model(inputs, model)
         _check_tokens(inputs, model.vocab_size)
         check_environments(inputs)
@@ -71,12 +72,12 @@ def check_inputs(inputs: JobInputs) -> None:
             )
 
 
-def _read_language_model(path: Path, given: str, needs: str) -> ModelConfig:
+def _read_language_model(path: Path, given: str, needs: str, made_by: str = AUTO) -> ModelConfig:
     """Read the config.json of a model that gives tokens. ValueError for one that gives scores.
 
-    given: how the user named it. needs: why it has to be a language model.
+    given: how the user named it. needs: why it has to be a language model. made_by: of config_of.
     """
-    model = read_model(path)
+    model = read_model(path, made_by)
     if model.labels:
         raise ValueError(f"{given}: {model.architecture} gives scores and no tokens; {needs}")
     return model
@@ -97,14 +98,10 @@ def _check_vocabulary_of_policy(inputs: JobInputs, path: Path, given: str, reads
 def _check_model(inputs: JobInputs, model: ModelConfig) -> None:
     """Check the model by its config.json and the headers of its weights."""
     g = inputs.config.generator
-    if g.kind == "vllm" and model.traits.names:
-        raise ValueError(
-            f"{inputs.model_path / 'config.json'}: generator=vllm cannot take weights of "
-            f"{model.architecture}, because vLLM lays its tensors out differently; "
-            "generator=native"
-        )
     if model.implementation == "transformers":
         _check_transformers_model(inputs, model)
+    if inputs.config.trainer.routing_replay:
+        _check_routes(inputs, model)
     inputs.check_weights(inputs.model_path, model)
     _check_adapters(inputs, model)
     if g.kind == "native" and g.quantize != "none":
@@ -121,18 +118,25 @@ def _check_transformers_model(inputs: JobInputs, model: ModelConfig) -> None:
     what = (
         f"{inputs.model_path / 'config.json'}: transformers' modules compute {model.architecture}"
     )
-    for section, size in (("trainer", c.trainer), ("generator", c.generator)):
-        if size.tensor_parallel > 1:
-            raise ValueError(
-                f"{what}, and they are not split over ranks: set {section}.tensor_parallel=1; more "
-                "trainer ranks share its layers (FSDP)"
-            )
     if c.generator.quantize != "none":
         raise ValueError(f"{what}, and they are not quantised: set generator.quantize=none")
     if c.generator.kind == "vllm" and not is_as_named(inputs.model_path, model):
         raise ValueError(
             f"{what}, and its tensors on disk are cut otherwise than its parameters, by which vLLM "
             "does not know them: generator=native"
+        )
+
+
+def _check_routes(inputs: JobInputs, model: ModelConfig) -> None:
+    """Check that the model has experts, and that its routers take those that are given."""
+    routing = build_decoder(model).routing  # on the meta device
+    what = f"trainer.routing_replay=true: {inputs.model_path / 'config.json'}: {model.architecture}"
+    if routing is None:
+        raise ValueError(f"{what} has no experts; set trainer.routing_replay=false")
+    if routing.unknown:
+        raise ValueError(
+            f"{what} chooses experts in {routing.unknown} otherwise than by one topk of scores, "
+            "which cannot be replayed; set trainer.routing_replay=false"
         )
 
 
@@ -222,7 +226,7 @@ def _check_critic(inputs: JobInputs, path: Path) -> None:
         inputs.check_weights(path, model)
         _warn_of_rescaled_scores(inputs)
     else:
-        inputs.check_weights(path, model.as_scorer(), may_lack=(SCORE,))
+        inputs.check_weights(path, as_scorer(model), may_lack=(SCORE,))
 
 
 def _warn_of_rescaled_scores(inputs: JobInputs) -> None:

@@ -36,7 +36,7 @@ from llamarl.memory import (
     sampling_bytes,
     update_bytes,
 )
-from llamarl.models.config import ModelConfig, read_config
+from llamarl.models.config import ModelConfig, as_scorer, read_config
 from llamarl.models.quantize import quantized_dtype
 from llamarl.models.sharding import num_parameters
 
@@ -140,7 +140,7 @@ def _trainer(job: Job, *, checkpointing: bool | None = None) -> Iterator[Price]:
     if c.trainer.advantages == "gae" and c.trainer.critic.trunk == "own":
         critic_model = read_config(c.trainer.critic.path or job.inputs.model_path)
         if not critic_model.labels:
-            critic_model = critic_model.as_scorer()
+            critic_model = as_scorer(critic_model)
         critic = update_bytes(critic_model, size, replace(training, lora_rank=0))
         # Policy and critic go forward and backward one after the other, while the gradients of both
         # are held.

@@ -49,7 +49,7 @@ from llamarl.memory import (
     UpdateBytes,
     update_bytes,
 )
-from llamarl.models.config import ModelConfig, read_config
+from llamarl.models.config import ModelConfig, as_scorer, read_config
 from llamarl.models.given import parts_of, read_model, read_tokenizer
 from llamarl.models.hf import weights_of
 from llamarl.models.scorer import SCORE
@@ -209,7 +209,7 @@ class SupervisedJob:
         t = c.trainer
         model = read_config(c.model.path)
         if c.scores and not model.labels:
-            model = model.as_scorer()
+            model = as_scorer(model)
         rows = rows_of(c)
         if rows is None:
             assert self.inputs is not None, "without rows there is a task"
@@ -404,7 +404,7 @@ def _checked_tokenizer(config: AnyConfig):
     path = Path(config.model.path)
     model = read_model(path)
     _check_head(config, model)
-    trained = model.as_scorer() if config.scores else model
+    trained = as_scorer(model) if config.scores else model
     may_lack = () if model.labels else (SCORE,)
     try:
         weights_of(path, trained, may_lack=may_lack)

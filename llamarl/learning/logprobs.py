@@ -405,7 +405,9 @@ def to_device(
     """Return the batch with every tensor on `device`, and the attention over its segments."""
     moved = {f.name: getattr(batch, f.name).to(device, non_blocking=True) for f in fields(batch)}
     on_device = PackedBatch(**moved)
-    return on_device, PackedAttention(on_device.cu_seqlens, on_device.parents)
+    attention = PackedAttention(on_device.cu_seqlens, on_device.parents)
+    attention.routes = on_device.routes if len(on_device.routes) else None
+    return on_device, attention
 
 
 def label_head(

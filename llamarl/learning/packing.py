@@ -23,7 +23,7 @@ from llamarl.comm.together import TrainerRanks
 from llamarl.learning.collation import collate_groups
 from llamarl.learning.segments import Segments, end_to_end, owners, runs, sum_by
 from llamarl.learning.targets import Targets
-from llamarl.types import Group, PackedBatch
+from llamarl.types import NO_ROUTES, Group, PackedBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +172,7 @@ class _Flat:
     groups: Tensor  # [N] number of its group
     completions: Tensor  # [C] number of its completion
     tokens: Tensor  # int64: the tokens of all completions, then of each prompt and its opening
+    routes: Tensor  # [.., M, K] of these tokens; [0]: nobody noted them
     trained: Tensor  # [N] bool
     has_advantage: Tensor  # [N] bool: that of some token is not 0
     per_token: dict[str, Tensor]  # [C] each: what becomes a field of the labels
@@ -221,6 +222,7 @@ def _flatten(groups: list[Group], targets: list[Targets]) -> _Flat:
         groups=group_of,
         completions=completion_of,
         tokens=torch.cat([per_token["labels"], *prompts]),
+        routes=_routes_of(groups, openings),
         trained=trained,
         has_advantage=nonzero_advantages > 0,
         per_token=per_token,
@@ -231,6 +233,30 @@ def _flatten(groups: list[Group], targets: list[Targets]) -> _Flat:
     )
     _check_finite(flat, [g.ticket for g in groups])
     return flat
+
+
+def _routes_of(groups: list[Group], openings: list[Tensor]) -> Tensor:
+    """Return the routes of all completions' tokens, then of each prompt and its opening; [0]
+    without any.
+    """
+    noted = [group.routes for group in groups if len(group.routes)]
+    if not noted:
+        return NO_ROUTES
+    of_completions = []
+    of_prompts = []
+    for group, opening in zip(groups, openings):
+        num_prompt = group.prompt_ids.numel()
+        routes = group.routes
+        if not len(routes):
+            num_tokens = num_prompt + group.token_ids.numel()
+            routes = noted[0].new_zeros(num_tokens, *noted[0].shape[1:])
+        own = routes[num_prompt:]
+        of_completions.append(own)
+        of_prompts.append(routes[:num_prompt])
+        if opening.numel():  # all trained completions begin with it
+            first = int(group.lengths[: int(group.trained.long().argmax())].sum())
+            of_prompts.append(own[first : first + opening.numel()])
+    return torch.cat([*of_completions, *of_prompts])
 
 
 def _opening_of(group: Group) -> Tensor:
@@ -293,7 +319,8 @@ def _build(flat: _Flat, members: dict[int, list[int]]) -> PackedBatch:
     """Build the microbatch of these completions by group: each prompt and behind it its
     completions.
     """
-    segments = Segments()
+    segments = Segments()  # of the tokens' places
+    tokens = torch.arange(len(flat.tokens))
     prompt_starts = list(accumulate(flat.prompt_sizes, initial=len(flat.completions)))
     sizes_of = flat.lengths.tolist()
     starts = flat.starts.tolist()
@@ -305,7 +332,7 @@ def _build(flat: _Flat, members: dict[int, list[int]]) -> PackedBatch:
         prompt = flat.prompt_sizes[number]
         start = prompt_starts[number]
         end = start + prompt
-        parent = segments.add(flat.tokens[start:end])
+        parent = segments.add(tokens[start:end])
         last_of_prompt = segments.num_tokens - 1
         for completion in completions:
             reading = _readings(flat, completion, starts[completion], sizes_of[completion])
@@ -315,7 +342,7 @@ def _build(flat: _Flat, members: dict[int, list[int]]) -> PackedBatch:
                 # What is read anew is a segment of its own, and its first token no label.
                 first_rows.append(last_of_prompt)
                 rows_before.append(segments.num_tokens - 1)
-                read = flat.tokens[begin : end - 1]  # the last token is only ever a label
+                read = tokens[begin : end - 1]  # the last token is only ever a label
                 if read.numel() and is_anew:
                     segments.add(read)
                 elif read.numel():
@@ -328,8 +355,12 @@ def _build(flat: _Flat, members: dict[int, list[int]]) -> PackedBatch:
     rows[lengths.cumsum(0) - lengths] = torch.tensor(first_rows)
     is_label = flat.loss_mask[places]  # context is read, and is no label
     labels = places[is_label]
+    packed = segments.packed()
+    read_places = packed.pop("input_ids")
     return PackedBatch(
-        **segments.packed(),
+        **packed,
+        input_ids=flat.tokens[read_places],
+        routes=flat.routes[read_places] if len(flat.routes) else NO_ROUTES,
         rows=rows[is_label],
         places=labels,
         completions=torch.arange(len(chosen)).repeat_interleave(flat.sampled_lengths[chosen]),

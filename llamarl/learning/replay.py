@@ -469,6 +469,10 @@ def _joined(rows: list[_Row]) -> Group:
     def tokens(field: str) -> Tensor:
         return torch.cat([getattr(row.group, field)[row.span] for row in rows])
 
+    num_prompt = groups[0].prompt_ids.numel()
+    routes = [groups[0].routes[:num_prompt]]
+    for row in rows:
+        routes.append(row.group.routes[num_prompt:][row.span])
     return Group(
         ticket=max(group.ticket for group in groups),
         prompt_ids=groups[0].prompt_ids,
@@ -486,6 +490,7 @@ def _joined(rows: list[_Row]) -> Group:
         restarts=tokens("restarts"),
         turn_rewards=tokens("turn_rewards"),
         columns=tuple(row.group.columns[row.place] for row in rows),
+        routes=torch.cat(routes),
     )
 
 

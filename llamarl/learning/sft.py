@@ -151,7 +151,14 @@ class NextToken:
         head = _head(decoder, batch)
         attention = PackedAttention(batch.cu_seqlens)
         logprobs_R, entropy_R = decoder(batch.input_ids, batch.positions, attention, head)
-        return -logprobs_R.sum(), {"entropy": entropy_R.detach().sum()}, attention
+        loss = -logprobs_R.sum()
+        sums = {"entropy": entropy_R.detach().sum()}
+        balance = None if decoder.routing is None else decoder.routing.balance_loss()
+        if balance is not None and torch.is_grad_enabled():  # held-out rows are measured without
+            of_rows = balance * batch.rows.numel()
+            loss = loss + of_rows
+            sums["moe/balance_loss"] = of_rows.detach()
+        return loss, sums, attention
 
     def measure(self, decoder: Decoder, batch: PairBatch) -> Sums:
         loss, _, _ = self.loss(decoder, batch)

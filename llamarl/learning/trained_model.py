@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from llamarl.executor import ExecutorGroup
 from llamarl.learning.optim import AdamSettings, build_optimizer, settle_moments
-from llamarl.models.build import Decoder, read_config
+from llamarl.models.build import Decoder, config_of
 from llamarl.models.fsdp import held_box, is_split, local, whole_parameters
 from llamarl.models.hf import export
 from llamarl.models.loading import training_decoder
 from llamarl.models.lora import travelling
 from llamarl.models.peft import export_adapted, load_adapter
 from llamarl.models.scorer import scorer_fields, settle_pad_token
-from llamarl.models.shape import Lora
+from llamarl.models.shape import AUTO, Lora
 from llamarl.models.sharded_state import Shard, load_shards, optimizer_tensors, set_steps, steps_of
 from llamarl.models.sharding import Box, adapter_shapes, num_parameters, parameter_shapes
 from llamarl.models.tp import TensorParallel
@@ -40,7 +40,7 @@ class TrainedModelSettings:
     lora: train adapters alone, which start as those of the PEFT directory adapter_path, or, without
     one, as a product of 0. ema_decay: keep an exponential moving average of the weights, and export
     it too. score_seed: train a scorer, and draw its head from this seed unless the directory has
-    one; None: train a language model.
+    one; None: train a language model. made_by: of config_of.
     """
 
     path: str
@@ -53,13 +53,14 @@ class TrainedModelSettings:
     adapter_path: str | None = None
     ema_decay: float | None = None
     score_seed: int | None = None
+    made_by: str = AUTO
 
 
 def load_decoder(settings: TrainedModelSettings, group: ExecutorGroup) -> Decoder:
     """Load the decoder that these settings train. Collective over the group. ValueError for several
     ranks of a model that reads each sequence by itself: they would gather its layers unlike times.
     """
-    config = read_config(settings.path)
+    config = config_of(settings.path, settings.made_by)
     if config.is_read_alone and group.size > 1:
         raise ValueError(
             f"{settings.path}: layers of {config.architecture} carry a state, so that each "
@@ -75,6 +76,7 @@ def load_decoder(settings: TrainedModelSettings, group: ExecutorGroup) -> Decode
         lora=settings.lora,
         cpu_offload=settings.cpu_offload,
         score_seed=settings.score_seed,
+        made_by=settings.made_by,
     )
 
 

@@ -61,6 +61,7 @@ from llamarl.models.hf import named_parameters_hf
 from llamarl.models.lora import adapters_off
 from llamarl.models.parity import ParityLimits
 from llamarl.models.protocol import Head
+from llamarl.models.routing import Routing
 from llamarl.types import Group, PackedBatch
 
 Stop = Callable[[], bool]  # whether to give the step up
@@ -96,6 +97,7 @@ class UpdateSettings:
     filter_groups: bool = False  # groups of equal rewards are taken, and left out of the update
     recomputes_kv: bool = False  # the generator's; see FreshTokens
     late_ends: LateEnds | None = None  # what completions could not have when they were sampled
+    replays_routes: bool = False  # each token takes the experts by which it was sampled
 
     @property
     def updates_per_step(self) -> int:
@@ -167,6 +169,9 @@ class PolicyUpdate:
         watch: StepWatch | None = None,
     ):
         self.decoder = decoder
+        if settings.replays_routes:
+            assert decoder.routing is not None, "checks let no dense model through"
+            decoder.routing.replays = True
         self.optimizer = optimizer
         self.loss_fn = loss_fn
         self.settings = settings
@@ -373,6 +378,11 @@ class PolicyUpdate:
             head = self.critic.beside(head, batch.rows)
         logprobs, entropy, *values = self.decoder(batch.input_ids, batch.positions, attention, head)
         loss, of_loss = self._policy_loss(batch, minibatch, update_id, logprobs, entropy)
+        routing = self.decoder.routing
+        if routing is not None and batch.labels.numel():
+            of_routes, balance = self._of_routes(routing, batch, minibatch)
+            of_loss |= of_routes
+            loss = loss + balance
         of_critic: Metrics = {}
         if self.critic and values:
             of_values, of_critic = self.critic.loss(values[0], batch, minibatch.num_loss_tokens)
@@ -399,6 +409,24 @@ class PolicyUpdate:
         lags = lag_histogram(update_id.version - batch.policy_versions)
         sums = {**of_loss, **lags, "entropy": entropy.detach().sum()}
         join(tally.metrics, metrics_of_loss(sums) | of_critic)
+
+    def _of_routes(
+        self, routing: Routing, batch: PackedBatch, minibatch: Packing
+    ) -> tuple[dict[str, Tensor], Tensor | float]:
+        """Return the metrics of a microbatch's routes, as `_policy_loss` does, and its share of the
+        load-balancing loss, which counts by trained tokens.
+        """
+        size = batch.labels.numel()
+        metrics = {}
+        if not routing.unknown:
+            metrics["moe/load_max"] = routing.load_max() * size
+        if routing.replays:
+            metrics["moe/route_diff"] = routing.differing(batch.rows).sum()
+        balance = routing.balance_loss()
+        if balance is None:
+            return metrics, 0.0
+        metrics["moe/balance_loss"] = balance.detach() * size
+        return metrics, balance * (size / minibatch.num_loss_tokens)
 
     def _policy_loss(
         self,

@@ -132,6 +132,7 @@ class PackedAttention:
         self.longest = int(seen.max())
         self._num_tokens = int(cu_seqlens[-1])
         self.padding = 0
+        self.routes: Tensor | None = None  # [T, M, K], to replay (llamarl.models.routing)
         if on_cpu:
             self._check_places()
             self.padding = rounded_up(self._num_tokens, steps=TOKEN_STEPS) - self._num_tokens
@@ -381,11 +382,8 @@ class Rotary:
 
 
 def rotary_of(config: ModelConfig) -> Rotary:
-    """Return the rotary embedding of a model; it turns no feature if the model has no rotary
-    positions.
-    """
-    dim = config.head_dim if config.rotary_dim is None else config.rotary_dim
-    return Rotary(dim, config.rope_theta, config.rope_scaling)
+    """Return the rotary embedding of a model."""
+    return Rotary(config.head_dim, config.rope_theta, config.rope_scaling)
 
 
 def _scale_frequencies(inv_freq: Tensor, theta: float, scaling: dict) -> tuple[Tensor, float]:
@@ -458,19 +456,6 @@ def _yarn(inv_freq: Tensor, theta: float, scaling: dict) -> tuple[Tensor, float]
     return frequencies, magnitude
 
 
-def turned(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first features of every head by its token's angles. Features without an angle
-    stay.
-    """
-    dim = cos.shape[-1]
-    if dim == x_THK.shape[-1]:
-        return rotate(x_THK, cos, sin)
-    if dim == 0:
-        return x_THK
-    first = rotate(x_THK[..., :dim], cos, sin)
-    return torch.cat([first, x_THK[..., dim:]], dim=-1)
-
-
 def repeated(x_TJK: Tensor, repeats: Sequence[int]) -> Tensor:
     """Return [T, H, K]: K/V head j repeats[j] times, once for each query head that reads it."""
     heads = []
@@ -513,10 +498,6 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(width, kv_width, bias)
         self.v_proj = nn.Linear(width, kv_width, bias)
         self.output_proj = nn.Linear(query_width, width, bias=False)
-        self.output_bias = None
-        if config.traits.biases:
-            # Beside the projection: of all ranks' sum, and not of each rank's part.
-            self.output_bias = nn.Parameter(torch.zeros(width))
         self.q_norm = None
         self.k_norm = None
         if config.traits.qk_norm:
@@ -536,8 +517,8 @@ class Attention(nn.Module):
         q = self._normed(q.view(shape), self.q_norm)
         k = self._normed(k.view(shape), self.k_norm)
         v = v.view(shape)
-        q = turned(q, *input_pos)
-        k = turned(k, *input_pos)
+        q = rotate(q, *input_pos)
+        k = rotate(k, *input_pos)
         if self.repeats:
             k = repeated(k, self.repeats)
             v = repeated(v, self.repeats)
@@ -545,8 +526,6 @@ class Attention(nn.Module):
         (out_TD,) = projections(attended_THK.reshape(num_tokens, -1), self.output_proj)
         if self.tp:
             out_TD = summed(out_TD, self.tp)
-        if self.output_bias is not None:
-            out_TD = out_TD + self.output_bias
         return out_TD
 
     def _normed(self, x_THK: Tensor, norm: RMSNorm | None) -> Tensor:

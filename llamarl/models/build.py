@@ -10,22 +10,21 @@ docs/models.md says how to add one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from pathlib import Path
 from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from llamarl.models.attention import Angles, Attention, AttentionContext, rotary_of
 from llamarl.models.config import ModelConfig, read_config
 from llamarl.models.decoder import Decoder
 from llamarl.models.fsdp import is_dtensor
-from llamarl.models.fused import norm_of, projections, swiglu
+from llamarl.models.fused import RMSNorm, projections, swiglu
 from llamarl.models.lora import add_lora
 from llamarl.models.protocol import Head
+from llamarl.models.shape import AUTO, IMPLEMENTATIONS
 from llamarl.models.sharding import span
 from llamarl.models.tp import SplitEmbedding, TensorParallel, copied, gathered, summed
 
@@ -34,106 +33,54 @@ __all__ = [
     "ModelConfig",
     "NativeDecoder",
     "build_decoder",
+    "config_of",
     "random_weights",
     "read_config",
 ]
 
 
-_TANH_GELU = partial(F.gelu, approximate="tanh")
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # as config.json names them
-    "gelu": F.gelu,
-    "gelu_new": _TANH_GELU,
-    "gelu_fast": _TANH_GELU,
-    "gelu_pytorch_tanh": _TANH_GELU,
-}
-
-
-class _FeedForward(nn.Module):
-    """Projects up into hidden units and, by w2, down again.
+class FeedForward(nn.Module):
+    """Computes w2(silu(w1 x) * w3 x). w1 is the gate, w2 goes down, w3 up.
 
     With tensor parallelism it holds the rank's share of the hidden units, and every rank returns
     the sum of what all make of theirs.
     """
 
-    w2: nn.Linear
-
     def __init__(self, config: ModelConfig, tp: TensorParallel | None):
         super().__init__()
         self.tp = tp
-        self.hidden_dim = config.intermediate_size
+        dim = config.hidden_size
+        hidden_dim = config.intermediate_size
         if tp:
-            self.hidden_dim = span(config.intermediate_size, tp.rank, tp.size)[1]
-
-    def hidden(self, x: Tensor) -> Tensor:
-        """Return the hidden units of x."""
-        raise NotImplementedError
+            hidden_dim = span(hidden_dim, tp.rank, tp.size)[1]
+        self.w1 = nn.Linear(dim, hidden_dim, bias=False)
+        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, hidden_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.tp:
             x = copied(x, self.tp)
-        (y,) = projections(self.hidden(x), self.w2)
+        gate, up = projections(x, self.w1, self.w3)
+        (y,) = projections(swiglu(gate, up), self.w2)
         if self.tp:
             y = summed(y, self.tp)
         return y
 
 
-class FeedForward(_FeedForward):
-    """Computes w2(silu(w1 x) * w3 x). w1 is the gate, w2 goes down, w3 up."""
-
-    def __init__(self, config: ModelConfig, tp: TensorParallel | None):
-        super().__init__(config, tp)
-        dim = config.hidden_size
-        self.w1 = nn.Linear(dim, self.hidden_dim, bias=False)
-        self.w2 = nn.Linear(self.hidden_dim, dim, bias=False)
-        self.w3 = nn.Linear(dim, self.hidden_dim, bias=False)
-
-    def hidden(self, x: Tensor) -> Tensor:
-        """Return the hidden units: silu(w1 x) * w3 x."""
-        gate, up = projections(x, self.w1, self.w3)
-        return swiglu(gate, up)
-
-
-class PlainFeedForward(_FeedForward):
-    """Computes w2(act(w3 x)), both with a bias. w3 goes up, w2 down, as in FeedForward."""
-
-    def __init__(self, config: ModelConfig, tp: TensorParallel | None):
-        super().__init__(config, tp)
-        dim = config.hidden_size
-        self.activation: Callable[[Tensor], Tensor] = ACTIVATIONS[config.activation]
-        self.w2 = nn.Linear(self.hidden_dim, dim, bias=False)
-        self.w3 = nn.Linear(dim, self.hidden_dim, bias=True)
-        # Beside the projection: of all ranks' sum, and not of each rank's part.
-        self.down_bias = nn.Parameter(torch.zeros(dim))
-
-    def hidden(self, x: Tensor) -> Tensor:
-        """Return the hidden units: act(w3 x)."""
-        (up,) = projections(x, self.w3)
-        return self.activation(up)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.down_bias
-
-
 class Layer(nn.Module):
-    """h = x + attn(norm(x)), h + mlp(norm(h)). With a parallel residual,
-    x + attn(norm(x)) + mlp(norm(x)), each with its own norm (Black et al. 2022, GPT-NeoX-20B).
-    """
+    """Computes h = x + attn(norm(x)) and returns h + mlp(norm(h))."""
 
     def __init__(self, index: int, config: ModelConfig, tp: TensorParallel | None):
         super().__init__()
         self.attn = Attention(index, config, tp)
-        mlp = FeedForward if config.traits.gated else PlainFeedForward
-        self.mlp = mlp(config, tp)
-        self.sa_norm = norm_of(config)
-        self.mlp_norm = norm_of(config)
-        self.is_parallel = config.parallel_residual
+        self.mlp = FeedForward(config, tp)
+        self.sa_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, x_TD: Tensor, *, mask: AttentionContext, input_pos: Angles) -> Tensor:
         """Return the residual stream [T, D] behind this layer."""
         x_TD, normed_TD = self.sa_norm.of_sum(x_TD, None)
         attended_TD = self.attn(normed_TD, mask=mask, input_pos=input_pos)
-        if self.is_parallel:
-            return x_TD + attended_TD + self.mlp(self.mlp_norm(x_TD))
         h_TD, normed_TD = self.mlp_norm.of_sum(x_TD, attended_TD)
         return h_TD + self.mlp(normed_TD)
 
@@ -156,15 +103,12 @@ class NativeDecoder(Decoder):
         else:
             self.tok_embeddings = _embedding(config.vocab_size, dim)
         self.layers = nn.ModuleList(Layer(i, config, tp) for i in range(config.num_hidden_layers))
-        self.norm = norm_of(config)
+        self.norm = RMSNorm(dim, eps=config.rms_norm_eps)
         self.output: nn.Module
         if config.labels or config.tie_word_embeddings:
             self.output = nn.Identity()
         else:
             self.output = nn.Linear(dim, self.tok_embeddings.num_embeddings, bias=False)
-        self.pos_embeddings = None
-        if config.traits.learned_positions:
-            self.pos_embeddings = _embedding(config.max_position_embeddings, dim)
         if config.labels:
             self.score = nn.Linear(dim, len(config.labels), bias=False)
         self.config = config
@@ -239,15 +183,8 @@ class NativeDecoder(Decoder):
             tokens_T = F.pad(tokens_T, (0, attention.padding))
             positions_T = F.pad(positions_T, (0, attention.padding))
         h = self.tok_embeddings(tokens_T)
-        if self.pos_embeddings is not None:
-            self._check_places(attention.longest)
-            h = h + self.pos_embeddings(positions_T)
         rotary = self.rotary(positions_T, attention.longest)
-        for layer in self.layers:
-            if self.activation_checkpointing and torch.is_grad_enabled():
-                h = checkpoint(layer, h, mask=attention, input_pos=rotary, use_reentrant=False)
-            else:
-                h = layer(h, mask=attention, input_pos=rotary)
+        h = self.through_layers(h, mask=attention, input_pos=rotary)
         h = self.norm(h)[:num_tokens]
         head = head or self.project
         tp = self.tensor_parallel
@@ -257,14 +194,20 @@ class NativeDecoder(Decoder):
         assert isinstance(logits, Tensor), "a split vocabulary has a head that returns logits"
         return gathered(logits, self.config.vocab_size, tp)
 
-    def _check_places(self, longest: int) -> None:
-        """Raise ValueError for a sequence that is longer than there are learned positions."""
-        places = self.config.max_position_embeddings
-        if longest > places:
-            raise ValueError(
-                f"a sequence of {longest} tokens: {self.config.architecture} has learned positions "
-                f"for {places}; give it shorter ones"
-            )
+
+def config_of(path: str | Path, made_by: str = AUTO) -> ModelConfig:
+    """Read the config of a directory. made_by: of read_config, or the import path of a builder of
+    torchtune, which makes its decoder. Errors: read_config's, and ValueError for a builder of
+    another model, naming both.
+    """
+    if made_by in IMPLEMENTATIONS:
+        return read_config(path, made_by)
+    from llamarl.models.torchtune_model import torchtune_config
+
+    try:
+        return torchtune_config(read_config(path), made_by)
+    except ValueError as error:
+        raise ValueError(f"builder {made_by} for {path}: {error}") from error
 
 
 def build_decoder(
@@ -277,13 +220,17 @@ def build_decoder(
     """Build the decoder with uninitialised weights (`llamarl.models.hf.load_weights` fills them).
 
     tensor_parallel: of every parameter only the rank's part, as llamarl.models.sharding says, under
-    the same name. ValueError if there are fewer query heads than ranks, or no projection of a name
-    that adapters are asked for.
+    the same name. ValueError if there are fewer query heads than ranks, if they cannot share
+    transformers' modules, or if no projection has a name that adapters are asked for.
     """
     decoder = _on_meta(config, dtype, tensor_parallel)
     if config.lora is not None:
         with torch.device("meta"):
             add_lora(decoder)
+    if config.implementation == "transformers" and tensor_parallel is not None:
+        from llamarl.models.tp_plan import compute_together
+
+        compute_together(decoder)
     return decoder.to_empty(device=device)
 
 
@@ -293,7 +240,12 @@ def _on_meta(config: ModelConfig, dtype: torch.dtype, tp: TensorParallel | None)
         # Here, because a native model does without transformers' modules, which take seconds.
         from llamarl.models.transformers_model import transformers_decoder
 
-        return transformers_decoder(config, dtype=dtype)
+        return transformers_decoder(config, dtype=dtype, tensor_parallel=tp)
+    if config.implementation == "torchtune":
+        from llamarl.models.torchtune_model import torchtune_decoder
+
+        assert tp is None, "config lets no tensor-parallel builder through"
+        return torchtune_decoder(config, dtype=dtype)
     with torch.device("meta"):
         return NativeDecoder(config, tp).to(dtype)
 

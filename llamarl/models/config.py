@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from llamarl.models.directory import architecture_in, check_files, read_json
-from llamarl.models.families import FAMILIES, Family
-from llamarl.models.shape import HARMLESS, SCORER, ModelConfig, family_of
+from llamarl.models.families import CAUSAL, FAMILIES, Family
+from llamarl.models.shape import AUTO, HARMLESS, LABEL, SCORER, ModelConfig, family_of
 
 _COUNTS = (
     "vocab_size",
@@ -27,7 +28,8 @@ _MOST_LAYERS = 10_000
 _MOST_FEATURES = 1 << 24
 _MOST = {
     "vocab_size": 1 << 31,
-    "num_hidden_layers": _MOST_LAYERS,
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers", "n_layer"), _MOST_LAYERS),
+    **dict.fromkeys(("n_embd", "n_inner", "n_head", "d_model"), _MOST_FEATURES),
     "hidden_size": _MOST_FEATURES,
     "intermediate_size": _MOST_FEATURES,
     "num_attention_heads": _MOST_FEATURES,
@@ -60,12 +62,12 @@ def tiny_directory() -> Path:
     return Path(__file__).parent / "tiny"
 
 
-def read_config(path: str | Path) -> ModelConfig:
-    """Read DIR/config.json (or the file itself).
+def read_config(path: str | Path, made_by: str = AUTO) -> ModelConfig:
+    """Read DIR/config.json (or the file itself). made_by: one of IMPLEMENTATIONS, which says whose
+    modules compute the decoder.
 
-    FileNotFoundError if it is absent; ValueError for a directory whose files lie elsewhere, an
-    unsupported architecture, sliding-window attention in use, or a missing or impossible field,
-    naming the file.
+    FileNotFoundError if it is absent; ValueError for a directory whose files lie elsewhere, a model
+    that these modules do not compute, or a missing or impossible field, naming the file.
     """
     path = Path(path)
     file = path
@@ -83,10 +85,15 @@ def read_config(path: str | Path) -> ModelConfig:
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
     family = FAMILIES.get(family_of(architecture))
-    problem = _malformed(raw, family) if family else _oversized_anywhere(raw)
+    problem = _malformed(raw) if family else _oversized_anywhere(raw)
     if problem:
         raise ValueError(f"{file}: {problem}")
-    if not is_native(raw, architecture):
+    is_ours = is_native(raw, architecture)
+    if made_by == "native" and not is_ours:
+        raise ValueError(
+            f"{file}: our own modules do not compute {architecture}; model.implementation=auto"
+        )
+    if not is_ours or made_by == "transformers":
         from llamarl.models.transformers_config import transformers_config
 
         return transformers_config(file, raw)
@@ -100,20 +107,9 @@ def read_config(path: str | Path) -> ModelConfig:
     if problem:
         raise ValueError(f"{file}: {problem}")
     try:
-        return _to_config(_renamed(raw, family), architecture, family)
+        return _to_config(raw, architecture, family)
     except KeyError as error:
-        field = error.args[0]
-        name = family.fields.get(field, field)
-        raise ValueError(f"{file}: missing field {name}") from error
-
-
-def _renamed(raw: dict, family: Family) -> dict:
-    """Rename the fields of config.json to the names that Llama's have."""
-    renamed = dict(raw)
-    for ours, theirs in family.fields.items():
-        if theirs in raw:
-            renamed[ours] = raw[theirs]
-    return renamed
+        raise ValueError(f"{file}: missing field {error.args[0]}") from error
 
 
 def _to_config(raw: dict, architecture: str, family: Family) -> ModelConfig:
@@ -122,47 +118,32 @@ def _to_config(raw: dict, architecture: str, family: Family) -> ModelConfig:
     # stands in several places, the order is that of transformers 5.
     rope = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
     theta = rope.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0
-    fraction = rope.pop("partial_rotary_factor", None) or raw.get("partial_rotary_factor")
+    rope.pop("partial_rotary_factor", None)  # which is 1
     outer_length = raw.get("original_max_position_embeddings")
     if outer_length is not None and rope.get("rope_type", rope.get("type")) in ("llama3", "yarn"):
         rope["original_max_position_embeddings"] = outer_length
     hidden_size = raw["hidden_size"]
     heads = raw["num_attention_heads"]
-    head_dim = hidden_size // heads
-    kv_heads = heads
-    if not family.fused:  # its transformers know neither
-        head_dim = raw.get("head_dim") or family.head_dim or head_dim
-        kv_heads = raw.get("num_key_value_heads") or heads
-    rotary_dim = None
-    if family.rotary_fraction < 1:
-        rotary_dim = int(head_dim * (fraction or family.rotary_fraction))
-    units = raw.get("intermediate_size")
-    if units is None and family.widening:
-        units = family.widening * hidden_size
     labels: tuple[str, ...] = ()
     if architecture.endswith(SCORER):
         named = raw.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}  # transformers' default
         labels = tuple(str(named[str(i)]) for i in range(len(named)))
-    is_parallel = family.parallel_residual and raw.get("use_parallel_residual", True)
     return ModelConfig(
         architecture=architecture,
         labels=labels,
         vocab_size=raw["vocab_size"],
         hidden_size=hidden_size,
-        intermediate_size=raw["intermediate_size"] if units is None else units,
+        intermediate_size=raw["intermediate_size"],
         num_hidden_layers=raw["num_hidden_layers"],
         num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        rms_norm_eps=raw.get("rms_norm_eps", family.norm_eps),
+        num_key_value_heads=raw.get("num_key_value_heads") or heads,
+        head_dim=raw.get("head_dim") or family.head_dim or hidden_size // heads,
+        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=rope or None,
         max_position_embeddings=raw.get("max_position_embeddings", 2048),
-        tie_word_embeddings=raw.get("tie_word_embeddings", family.tied) and not labels,
+        tie_word_embeddings=raw.get("tie_word_embeddings", False) and not labels,
         attention_bias=family.qkv_bias,
-        activation=raw.get("hidden_act", family.activations[0]),
-        rotary_dim=rotary_dim,
-        parallel_residual=is_parallel,
     )
 
 
@@ -170,17 +151,36 @@ def is_native(raw: dict, architecture: str) -> bool:
     """Whether our own decoder computes such a model, or refuses it as malformed."""
     family = FAMILIES.get(family_of(architecture))
     if family is None:
-        return architecture.endswith(SCORER) or "model_type" not in raw
+        return "model_type" not in raw
     return _unsupported(raw, architecture, family) is None
+
+
+def as_scorer(config: ModelConfig) -> ModelConfig:
+    """Return the config of a model with one score on a language model's trunk; a scorer's own
+    config is returned as it is. ValueError if no such model can be made.
+    """
+    if config.labels:
+        return config
+    if config.implementation == "transformers":
+        from llamarl.models.transformers_config import transformers_scorer
+
+        return transformers_scorer(config)
+    if config.implementation == "torchtune":
+        raise ValueError(f"{config.builder} makes a language model, and no score head; model=hf")
+    return dataclasses.replace(
+        config,
+        architecture=family_of(config.architecture) + SCORER,
+        tie_word_embeddings=False,
+        labels=(LABEL,),
+    )
 
 
 def _unknown(architecture: str) -> str | None:
     """Say that there is no such family, or that the family has no such head; None if there is."""
-    family = FAMILIES.get(family_of(architecture))
     name = family_of(architecture)
-    if family is not None and architecture in (name + family.causal, name + SCORER):
+    if name in FAMILIES and architecture in (name + CAUSAL, name + SCORER):
         return None
-    known = [name + family.causal for name, family in FAMILIES.items()]
+    known = [name + CAUSAL for name in FAMILIES]
     return (
         f"architecture {architecture} is not supported; supported: {', '.join(known)}, and "
         f"{SCORER} of each. docs/models.md says how to add one"
@@ -199,10 +199,8 @@ def _unsupported(raw: dict, architecture: str, family: Family) -> str | None:
             "sliding-window attention is not supported; "
             "set sliding_window to null to attend to everything"
         )
-    field = family.fields.get("hidden_act", "hidden_act")
-    activation = raw.get(field, family.activations[0])
-    if activation not in family.activations:
-        return f"{field} {activation} is not supported; supported: {', '.join(family.activations)}"
+    if raw.get("hidden_act", "silu") != "silu":
+        return f"hidden_act {raw['hidden_act']} is not supported; supported: silu"
     for key, value in family.fixed.items():
         if raw.get(key) not in (None, value):
             return (
@@ -216,12 +214,7 @@ def unknown_fields(raw: dict, family: Family) -> str | None:
     """Name the fields of a config.json that are set and unknown, because the model could then be
     another than the computed one; None without any.
     """
-    own = {family.fields.get(name, name) for name in _READ}
-    known = _READ | own | family.fixed.keys()
-    if family.parallel_residual:
-        known.add("use_parallel_residual")
-    if 0 < family.rotary_fraction < 1:
-        known.add(family.fields.get("partial_rotary_factor", "partial_rotary_factor"))
+    known = _READ | family.fixed.keys()
     unknown = []
     for key, value in raw.items():
         is_off = not value
@@ -238,17 +231,16 @@ def unknown_fields(raw: dict, family: Family) -> str | None:
     )
 
 
-def _malformed(raw: dict, family: Family) -> str | None:
+def _malformed(raw: dict) -> str | None:
     """Name the field that has the wrong type or an impossible value; None without one."""
-    problem = _miscounted(raw, family.fields) or oversized(raw, family.fields)
+    problem = _miscounted(raw) or oversized(raw)
     if problem:
         return problem
     for key, least in _NUMBERS.items():
-        key = family.fields.get(key, key)
         number = raw.get(key)
         if number is not None and not _is_number(number, least):
             return f"{key}={number!r}: need a finite number of at least {least:g}; fetch it again"
-    for key in ("tie_word_embeddings", "use_parallel_residual", "use_sliding_window"):
+    for key in ("tie_word_embeddings", "use_sliding_window"):
         if not isinstance(raw.get(key), bool | None):
             return f"{key}={raw[key]!r}: need true or false; fetch it again"
     window = raw.get("sliding_window")
@@ -257,17 +249,13 @@ def _malformed(raw: dict, family: Family) -> str | None:
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(raw.get(key) or {}, dict):
             return f"{key}={raw[key]!r}: need an object with rope_type, or null"
-        problem = _malformed_rope(raw.get(key) or {}, key, family)
-        if problem:
-            return problem
-    for key in ("partial_rotary_factor", "rotary_pct"):
-        problem = _no_fraction(raw.get(key), key)
+        problem = _malformed_rope(raw.get(key) or {}, key)
         if problem:
             return problem
     return None
 
 
-def _malformed_rope(rope: dict, name: str, family: Family) -> str | None:
+def _malformed_rope(rope: dict, name: str) -> str | None:
     """Name the value of rope_parameters or rope_scaling that is wrong; None if there is none."""
     for key, value in rope.items():
         if isinstance(value, dict):
@@ -275,19 +263,10 @@ def _malformed_rope(rope: dict, name: str, family: Family) -> str | None:
     theta = rope.get("rope_theta")
     if not (theta is None or _is_number(theta, _NUMBERS["rope_theta"])):
         return f"{name}.rope_theta={theta!r}: need a finite number of at least 1"
-    key = f"{name}.partial_rotary_factor"
     fraction = rope.get("partial_rotary_factor")
-    problem = _no_fraction(fraction, key)
-    if not problem and family.rotary_fraction == 1 and fraction not in (None, 1):
-        return f"{key}={fraction!r}: heads of this family are turned whole"
-    return problem
-
-
-def _no_fraction(value: Any, key: str) -> str | None:
-    """Say that a value is no share; None if it is, or is absent."""
-    if value is None or (_is_number(value, 0) and value <= 1):
-        return None
-    return f"{key}={value!r}: need a share of a head's features, from 0 to 1"
+    if fraction not in (None, 1):
+        return f"{name}.partial_rotary_factor={fraction!r}: heads of this family are turned whole"
+    return None
 
 
 def check_sizes(config: ModelConfig) -> None:
@@ -298,29 +277,24 @@ def check_sizes(config: ModelConfig) -> None:
         raise ValueError(f"{heads} query heads cannot share {kv_heads} key/value heads evenly")
     if config.head_dim < 1:
         raise ValueError(f"hidden_size={config.hidden_size} is too small for {heads} heads")
-    turned = config.head_dim if config.rotary_dim is None else config.rotary_dim
-    if turned % 2:
-        raise ValueError(f"{turned} features of a head are turned in pairs; need an even number")
+    if config.head_dim % 2:
+        raise ValueError(
+            f"{config.head_dim} features of a head are turned in pairs; need an even number"
+        )
 
 
-def _miscounted(raw: dict, fields: Mapping[str, str]) -> str | None:
-    """Name the count that is no whole number above 0; None without one. fields: Llama's names ->
-    those of this file.
-    """
-    for name in _COUNTS:
-        key = fields.get(name, name)
+def _miscounted(raw: dict) -> str | None:
+    """Name the count that is no whole number above 0; None without one."""
+    for key in _COUNTS:
         count = raw.get(key)
         if count is not None and not (type(count) is int and count > 0):
             return f"{key}={count!r}: need a whole number of at least 1; fetch it again"
     return None
 
 
-def oversized(raw: dict, fields: Mapping[str, str]) -> str | None:
-    """Name the field of a config.json that is larger than in any model; None without one. fields:
-    Llama's names -> those of this file.
-    """
-    for name, most in _MOST.items():
-        key = fields.get(name, name)
+def oversized(raw: dict) -> str | None:
+    """Name the field of a config.json that is larger than in any model; None without one."""
+    for key, most in _MOST.items():
         count = raw.get(key)
         if isinstance(count, int) and count > most:
             return f"{key}={count}: need at most {most:,}; fetch it again"
@@ -328,16 +302,13 @@ def oversized(raw: dict, fields: Mapping[str, str]) -> str | None:
 
 
 def _oversized_anywhere(raw: dict) -> str | None:
-    """Name the field that is larger than in any model, by the names that families of transformers
-    have for it; None without one.
+    """Name the field that is larger than in any model, of the whole or of one of its parts; None
+    without one.
     """
-    parts = [raw, *(part for part in raw.values() if isinstance(part, dict))]
-    for part in parts:
-        for layers in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
-            problem = oversized(part, {**FAMILIES["GPT2"].fields, "num_hidden_layers": layers})
-            problem = problem or oversized(part, {"num_hidden_layers": layers})
-            if problem:
-                return problem
+    for part in (raw, *(part for part in raw.values() if isinstance(part, dict))):
+        problem = oversized(part)
+        if problem:
+            return problem
     return None
 
 
@@ -361,14 +332,7 @@ def _misnamed(raw: dict) -> str | None:
 # Several fields of a config.json may hold one value, and absent fields have defaults. Trainer and
 # generator read them alike, so only a comparison with transformers finds that they read another
 # model. These fields are compared:
-_COMPARED = (
-    *_COUNTS,
-    "rms_norm_eps",
-    "hidden_act",
-    "use_parallel_residual",
-    "tie_word_embeddings",
-)
-_OURS = {"hidden_act": "activation", "use_parallel_residual": "parallel_residual"}
+_COMPARED = (*_COUNTS, "rms_norm_eps", "tie_word_embeddings")
 _ROPE = ("rope_theta", "partial_rotary_factor", "rope_type", "type")  # compared apart
 
 
@@ -406,18 +370,13 @@ def check_as_transformers_reads(path: Path, config: ModelConfig) -> None:
 
 def _values(config: ModelConfig, theirs: Any) -> Iterator[tuple[str, object, object]]:
     """Yield (name, our value, transformers' value) of what both know."""
-    family = config.traits
     for name in _COMPARED:
-        field = family.fields.get(name, name)
-        other = getattr(theirs, field, None)
+        other = getattr(theirs, name, None)
         is_left_out = name == "tie_word_embeddings" and bool(config.labels)
-        if family.fused and name in ("num_key_value_heads", "head_dim"):
-            is_left_out = True  # its class knows neither
         if other is None or is_left_out:
             continue
-        yield field, getattr(config, _OURS.get(name, name)), other
-    if family.rotary_fraction == 0:
-        return
+        yield name, getattr(config, name), other
+    yield "hidden_act", "silu", getattr(theirs, "hidden_act", "silu")
     theirs.standardize_rope_params()  # as its models do, once all fields are there
     rope = getattr(theirs, "rope_parameters", None) or {}
     ours = config.rope_scaling or {}
@@ -427,6 +386,4 @@ def _values(config: ModelConfig, theirs: Any) -> Iterator[tuple[str, object, obj
     if kind != "default":
         for key in sorted((ours.keys() | rope.keys()).difference(_ROPE)):
             yield f"rope_parameters.{key}", ours.get(key), rope.get(key)
-    turned = config.head_dim if config.rotary_dim is None else config.rotary_dim
-    fraction = rope.get("partial_rotary_factor", 1.0)
-    yield "rotary features of a head", turned, int(config.head_dim * fraction)
+    yield "partial_rotary_factor", 1.0, rope.get("partial_rotary_factor", 1.0)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any, Self
+
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from llamarl.models.attention import Angles
-from llamarl.models.config import ModelConfig
+from llamarl.models.fsdp import is_dtensor
 from llamarl.models.masters import Masters
+from llamarl.models.routing import Routing
+from llamarl.models.shape import ModelConfig
 from llamarl.models.tp import TensorParallel
 
 
 class Decoder(nn.Module):
-    """A LanguageModel, which says what each of these is: our own modules', or transformers'.
+    """A LanguageModel, which says what each of these is: our own modules', transformers' or
+    torchtune's.
 
     forward takes the head, because training never wants all [T, V] logits at once: `head(hidden [T,
     D], weight [V, D])` runs inside forward, where FSDP has gathered the weight.
@@ -25,6 +32,7 @@ class Decoder(nn.Module):
     masters: Masters | None = None
     absent_rows: Tensor | None = None
     logit_cap: float | None = None
+    routing: Routing | None = None  # of a mixture of experts
     tok_embeddings: nn.Embedding
 
     @property
@@ -42,5 +50,35 @@ class Decoder(nn.Module):
         raise NotImplementedError
 
     def rotary(self, positions_T: Tensor, longest: int) -> Angles:
-        """Return cos and sin [T, 1, K] of positions below `longest`."""
-        raise NotImplementedError
+        """Return cos and sin [T, 1, K] of positions below `longest`; of no features where the
+        modules turn queries and keys themselves.
+        """
+        nothing = positions_T.new_empty(len(positions_T), 1, 0, dtype=torch.float32)
+        return nothing, nothing
+
+    def through_layers(self, h: Tensor, **options: Any) -> Tensor:
+        """Return the residual stream behind all layers, each of which gets these options."""
+        for layer in self.layers:
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                h = checkpoint(layer, h, **options, use_reentrant=False)
+            else:
+                h = layer(h, **options)
+        return h
+
+    def to_empty(self, *, device: str | torch.device | int | None, recurse: bool = True) -> Self:
+        """Give every parameter uninitialised memory on `device`. Buffers, such as rotary tables,
+        move there with their numbers. On the meta device they stay where they are.
+        """
+        if device is not None and torch.device(device).type == "meta":
+            return self
+
+        def memory_like(tensor: Tensor) -> Tensor:
+            if is_dtensor(tensor):
+                return torch.empty_like(tensor, device=device)
+            if tensor.is_meta:
+                return torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+                )
+            return tensor.to(device)
+
+        return self._apply(memory_like, recurse=recurse)

@@ -93,14 +93,12 @@ class SafetensorsDir:
     """Reads the tensors of a model directory, one at a time or by slice; sharded (index.json) or
     single.
 
-    base: how names begin; where none does, it is left out in the files. NoWeights (which is a
-    FileNotFoundError) or ValueError naming the file when one is missing, truncated, not
-    safetensors, or outside of the directory.
+    NoWeights (which is a FileNotFoundError) or ValueError naming the file when one is missing,
+    truncated, not safetensors, or outside of the directory.
     """
 
-    def __init__(self, path: str | Path, *, base: str = ""):
+    def __init__(self, path: str | Path):
         self.path = Path(path)
-        self._left_out = ""
         if self.path.is_dir():
             check_files(self.path)
         index = self.path / "model.safetensors.index.json"
@@ -130,13 +128,10 @@ class SafetensorsDir:
                     f"{file}: not a whole safetensors file ({error}); fetch it again"
                 ) from error
             self.file_of.update(dict.fromkeys(opened.keys(), opened))
-        if not any(name.startswith(base) for name in self.file_of):
-            self._left_out = base
-            self.file_of = {base + name: opened for name, opened in self.file_of.items()}
 
     def get_slice(self, name: str):
         """Return a tensor that is read only where it is sliced."""
-        return self.file_of[name].get_slice(name.removeprefix(self._left_out))
+        return self.file_of[name].get_slice(name)
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -29,7 +29,6 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from llamarl.machine.kernels import library
-from llamarl.models.config import ModelConfig
 
 Gradients = tuple[Tensor | None, ...]  # from backward: one for each input of forward
 
@@ -569,29 +568,3 @@ class RMSNorm(nn.Module):
             h = x if change is None else x + change
             return h, self(h)
         return add_rms_norm(x, change, self.scale, self.eps)
-
-
-class LayerNorm(nn.Module):
-    """(x - mean(x)) / std(x) in float32, times `scale`, plus `bias`          (Ba et al. 2016)"""
-
-    def __init__(self, dim: int, eps: float):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(dim))
-        self.bias = nn.Parameter(torch.zeros(dim))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.scale.shape, self.scale, self.bias, self.eps)
-
-    def of_sum(self, x: Tensor, change: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return (h, norm(h)) with h = x + change (None: x)."""
-        h = x
-        if change is not None:
-            h = x + change
-        return h, self(h)
-
-
-def norm_of(config: ModelConfig) -> RMSNorm | LayerNorm:
-    """Return a norm of the residual stream."""
-    kind = LayerNorm if config.traits.norm == "layer" else RMSNorm
-    return kind(config.hidden_size, eps=config.rms_norm_eps)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from llamarl.models.attention import rotary_of
+from llamarl.models.build import config_of
 from llamarl.models.config import (
     ModelConfig,
     check_as_transformers_reads,
@@ -23,6 +24,7 @@ from llamarl.models.config import (
 )
 from llamarl.models.directory import check_files, read_json, weights_digest
 from llamarl.models.hf import load_tokenizer
+from llamarl.models.shape import AUTO
 from llamarl.words.names import did_you_mean
 
 # The JSON files that transformers may read a tokenizer from.
@@ -53,6 +55,11 @@ _GIVEN = {
 }
 _GENERATION = re.compile(r"{%-?\s*(end)?generation\s*-?%}")  # a tag of transformers' own
 _TRUTHS = ("yes", "no", "on", "off", "true", "false")
+# Fields of a ModelConfig that follow from the others.
+_FOLLOWING = (
+    *("shapes", "linears", "buffers", "carried"),
+    *("plan", "split_heads", "unsplit", "builder"),
+)
 # What a template raises if it refuses a conversation.
 _REFUSALS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
@@ -94,11 +101,12 @@ def _loaded_tokenizer(path: Path):
         ) from error
 
 
-def read_model(path: str | Path) -> ModelConfig:
+def read_model(path: str | Path, made_by: str = AUTO) -> ModelConfig:
     """Read a model directory's config.json, for a decoder that will be computed, and compare it
-    with what transformers reads. ValueError or FileNotFoundError names the file.
+    with what transformers reads. made_by: of config_of. ValueError or FileNotFoundError names
+    the file.
     """
-    model = read_config(path)
+    model = config_of(path, made_by)
     if model.implementation == "transformers":
         return model
     try:
@@ -114,7 +122,7 @@ def read_model(path: str | Path) -> ModelConfig:
 def architecture_of(model: ModelConfig) -> dict[str, object]:
     """Return the fields of a decoder's config.json, as JSON values."""
     fields = {**dataclasses.asdict(model), "labels": list(model.labels)}
-    for name in ("shapes", "linears", "buffers"):  # which follow from the others
+    for name in _FOLLOWING:
         del fields[name]
     return fields
 

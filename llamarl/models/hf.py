@@ -1,13 +1,6 @@
 """Hugging Face directories in and out: parameter names, safetensors, tokenizer.
 
-Weights are the same numbers on both sides, so a round trip is bit-exact. Here every model's
-parameters have Llama's names and lie apart, [out, in]; each family's directories have names of
-their own, and some hold the projections to queries, keys and values as one tensor:
-
-    by heads    q0 k0 v0 q1 k1 v1 ...    rows of head 0's queries, keys, values, then head 1's
-    by kinds    q0 q1 ... k0 k1 ... v0 v1 ...
-
-GPT-2's matrices are [in, out]. What is read is put back where it was.
+Weights are the same numbers on both sides, so a round trip is bit-exact.
 """
 
 from __future__ import annotations
@@ -17,7 +10,6 @@ import json
 import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -29,9 +21,9 @@ from torch import Tensor, nn
 from llamarl.errors import BadWeights
 from llamarl.models.config import ModelConfig, oversized, read_config
 from llamarl.models.directory import NAMED_TEMPLATES, SafetensorsDir, check_files, read_json
-from llamarl.models.families import Family
 from llamarl.models.fsdp import held_box, local
 from llamarl.models.protocol import LanguageModel, Model
+from llamarl.models.shape import HEADS
 from llamarl.models.sharding import Box, Shape, parameter_shapes
 
 if TYPE_CHECKING:
@@ -50,16 +42,10 @@ TEMPLATE_DATE = date(2024, 7, 26)
 _DATE_CODES = (*"aAbBcdefFGHIjmMpSTuUVwWxXyYzZ", "-d", "-m")  # strftime's
 _NAMES = (  # decoder name -> Hugging Face name
     ("tok_embeddings.weight", "model.embed_tokens.weight"),
-    ("pos_embeddings.weight", "model.embed_positions.weight"),
     ("norm.scale", "model.norm.weight"),
-    ("norm.bias", "model.norm.bias"),
     ("output.weight", "lm_head.weight"),
     ("score.weight", "score.weight"),
     ("layers.{}.sa_norm.scale", "model.layers.{}.input_layernorm.weight"),
-    ("layers.{}.sa_norm.bias", "model.layers.{}.input_layernorm.bias"),
-    ("layers.{}.mlp_norm.bias", "model.layers.{}.post_attention_layernorm.bias"),
-    ("layers.{}.attn.output_bias", "model.layers.{}.self_attn.o_proj.bias"),
-    ("layers.{}.mlp.down_bias", "model.layers.{}.mlp.down_proj.bias"),
     ("layers.{}.mlp_norm.scale", "model.layers.{}.post_attention_layernorm.weight"),
     ("layers.{}.attn.q_proj.", "model.layers.{}.self_attn.q_proj."),
     ("layers.{}.attn.k_proj.", "model.layers.{}.self_attn.k_proj."),
@@ -71,12 +57,11 @@ _NAMES = (  # decoder name -> Hugging Face name
     ("layers.{}.mlp.w2.", "model.layers.{}.mlp.down_proj."),
     ("layers.{}.mlp.w3.", "model.layers.{}.mlp.up_proj."),
 )
-_HEADS = ("lm_head.weight", "embed_out.weight")  # ends of names
 _SEAT = "transformers."  # where a decoder has transformers' model, which has its own names
 _ROWS = 4096  # of a head that are compared at once
 # Ends of names: a tied head, and what older files keep of rotary tables and causal masks.
 _MADE_ANEW = (
-    *_HEADS,
+    *HEADS,
     "rotary_emb.inv_freq",
     ".attn.bias",
     ".attn.masked_bias",
@@ -102,7 +87,6 @@ _COPIED = (
     "chat_template.jinja",
     "NOTICE",
 )
-_KINDS = ("q_proj", "k_proj", "v_proj")
 SHARD_BYTES = 4 << 30  # of exported files; also the most that export holds in memory
 
 
@@ -129,119 +113,16 @@ def named_parameters_hf(decoder: nn.Module | LanguageModel) -> Iterator[tuple[st
         yield hf_name(name.replace("_checkpoint_wrapped_module.", "")), parameter
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A parameter's place in a directory. name, shape: of the tensor that holds it. kind: queries,
-    keys or values, if that tensor holds all three; else None. turned: it is stored as [in, out].
-    """
-
-    name: str
-    shape: Shape
-    kind: int | None = None
-    turned: bool = False
-
-
-def stored_parameters(config: ModelConfig) -> dict[str, Stored]:
-    """Return where every parameter is stored, by our name for it."""
-    shapes = parameter_shapes(config)
-    if config.implementation == "transformers":
-        shapes |= dict(config.buffers)
-        return {name: Stored(name=name, shape=shape) for name, shape in shapes.items()}
-    return {name: _stored(config.traits, name, shape) for name, shape in shapes.items()}
-
-
 def stored_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Return the shape of every tensor of a directory, by its name there."""
-    return {place.name: place.shape for place in stored_parameters(config).values()}
+    return parameter_shapes(config) | dict(config.buffers + config.carried)
 
 
-def _stored(family: Family, name: str, shape: Shape) -> Stored:
-    kind = None
-    if family.fused:
-        *_, module, _ = name.split(".")
-        if module in _KINDS:
-            kind = _KINDS.index(module)
-            shape = (len(_KINDS) * shape[0], *shape[1:])
-    turned = family.turned and name.endswith("_proj.weight")
-    if turned:
-        shape = (shape[1], shape[0])
-    return Stored(name=_name_in(family, name), shape=shape, kind=kind, turned=turned)
-
-
-def _name_in(family: Family, name: str) -> str:
-    """Return a directory's name for the parameter that Llama's call `name`."""
-    for ours, theirs in family.names:
-        if ours in name:
-            name = name.replace(ours, theirs)
-    return name
-
-
-def read_box(tensor, place: Stored, box: Box, config: ModelConfig) -> Tensor:
-    """Read the box of a parameter from the tensor that holds it, which is sliced as it lies on
-    disk.
-    """
-    first = box.offsets[0]
-    rows = torch.arange(first, first + box.lengths[0])
-    if place.kind is not None:
-        rows = _fused_rows(rows, place.kind, config)
-    if not rows.numel():
+def read_box(tensor, box: Box) -> Tensor:
+    """Read the box of a parameter, which is sliced as it lies on disk."""
+    if not box.numel:
         return torch.empty(box.lengths)
-    low = int(rows[0])
-    high = int(rows[-1]) + 1
-    span: tuple[slice, ...] = (slice(low, high),)
-    for offset, length in zip(box.offsets[1:], box.lengths[1:]):
-        span += (slice(offset, offset + length),)
-    if place.turned:
-        part = tensor[span[::-1]].T
-    else:
-        part = tensor[span]
-    if high - low == rows.numel():
-        return part
-    return part.index_select(0, rows - low)
-
-
-def _fused_rows(rows: Tensor, kind: int, config: ModelConfig) -> Tensor:
-    """Return the places of these rows of queries, keys or values (`kind`) in the fused tensor."""
-    if config.traits.fused == "kinds":
-        whole = config.num_attention_heads * config.head_dim
-        return rows + kind * whole
-    head_dim = config.head_dim
-    head = rows // head_dim
-    return (len(_KINDS) * head + kind) * head_dim + rows % head_dim
-
-
-def to_stored(
-    named_tensors: Iterable[tuple[str, Tensor]], config: ModelConfig
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that a directory keeps, from whole parameters under our names, as they
-    come.
-
-    Queries, keys and values wait for each other.
-    """
-    places = stored_parameters(config)
-    waiting: dict[str, dict[int, Tensor]] = {}
-    for name, tensor in named_tensors:
-        place = places.get(name)
-        if place is None:  # not of this architecture: a head that replaces another
-            yield name, tensor
-            continue
-        if place.kind is not None:
-            parts = waiting.setdefault(place.name, {})
-            parts[place.kind] = tensor
-            if len(parts) < len(_KINDS):
-                continue
-            del waiting[place.name]
-            tensor = _joined([parts[kind] for kind in range(len(_KINDS))], config)
-        yield place.name, tensor.T if place.turned else tensor
-    assert not waiting, f"{list(waiting)} without some of queries, keys and values"
-
-
-def _joined(parts: list[Tensor], config: ModelConfig) -> Tensor:
-    """Join rows of queries, keys and values into one tensor."""
-    if config.traits.fused == "kinds":
-        return torch.cat(parts)
-    by_head = [part.unflatten(0, (-1, config.head_dim)) for part in parts]
-    return torch.stack(by_head, dim=1).flatten(0, 2)
+    return tensor[box.within(Box((0,) * len(box.lengths), box.lengths))]
 
 
 def check_weights(
@@ -276,10 +157,9 @@ def check_encoder_directory(path: Path) -> None:
     check_files(path)
     file = path / "config.json"
     raw = read_json(file)
-    for layers in ("num_hidden_layers", "n_layers", "num_layers"):
-        problem = oversized(raw, {"num_hidden_layers": layers})
-        if problem:
-            raise ValueError(f"{file}: {problem}")
+    problem = oversized(raw)
+    if problem:
+        raise ValueError(f"{file}: {problem}")
     for name, opened in SafetensorsDir(path).file_of.items():
         dtype = opened.get_slice(name).get_dtype()
         if dtype not in _FLOATING and not name.endswith(_IDS):
@@ -290,36 +170,40 @@ def weights_of(path: str | Path, config: ModelConfig, *, may_lack: Collection[st
     """Return a directory's weights, checked against its config.json. See SafetensorsDir and
     check_weights for errors.
     """
-    if config.implementation == "transformers" and not is_as_named(path, config):
+    if not is_as_named(path, config, may_lack=may_lack):
         from llamarl.models.transformers_config import ConvertedWeights
 
-        return ConvertedWeights(Path(path), config)
-    source = SafetensorsDir(path, base=config.traits.base)
-    check_weights(source, stored_shapes(config), may_lack=may_lack)
+        return ConvertedWeights(Path(path), config, may_lack=may_lack)
+    source = SafetensorsDir(path)
+    shapes = stored_shapes(config)
+    check_weights(source, shapes, may_lack=may_lack)
     if config.tie_word_embeddings:
-        _check_tied(source, stored_parameters(config))
+        _check_tied(source, embedding=next(iter(shapes)))
     return source
 
 
-def is_as_named(path: str | Path, config: ModelConfig) -> bool:
+def is_as_named(path: str | Path, config: ModelConfig, *, may_lack: Collection[str] = ()) -> bool:
     """Whether a directory's tensors have transformers' names for its parameters, each with its
-    shape, so that they are read and written one by one.
+    shape, so that they are read and written one by one. Those of our own decoder must have them.
+    may_lack: names that need not be there.
     """
+    if config.implementation != "transformers":
+        return True
     source = SafetensorsDir(path)
     shapes = stored_shapes(config)
     return all(
         name in source.file_of and tuple(source.get_slice(name).get_shape()) == shape
         for name, shape in shapes.items()
+        if name in source.file_of or name not in may_lack
     )
 
 
-def _check_tied(source: SafetensorsDir, places: Mapping[str, Stored]) -> None:
+def _check_tied(source: SafetensorsDir, *, embedding: str) -> None:
     """Raise ValueError if a tied model's directory has a head that is not its embedding. Reads
     numbers only if it has a head.
     """
-    embedding = next(iter(places.values())).name  # a decoder's first parameter
     for name in source.file_of:
-        if not name.endswith(_HEADS):
+        if not name.endswith(HEADS):
             continue
         head_VD = source.get_slice(name)
         embedding_VD = source.get_slice(embedding)
@@ -353,15 +237,13 @@ def load_weights(
     """
     config = decoder.config
     source = weights_of(path, config, may_lack=may_lack)
-    places = stored_parameters(config)
+    shapes = parameter_shapes(config)
     if any(parameter.is_meta for parameter in decoder.parameters()):
         decoder.to_empty(device=device)
     for name, parameter in named_parameters_hf(decoder):
-        place = places.get(name)  # adapters have none
-        if place is not None and place.name in source.file_of:
-            held = held_box(decoder, name, parameter)
-            part = read_box(source.get_slice(place.name), place, held, config)
-            check_finite(place.name, part, source.path)
+        if name in shapes and name in source.file_of:  # no adapter
+            part = read_box(source.get_slice(name), held_box(decoder, name, parameter))
+            check_finite(name, part, source.path)
             local(parameter).copy_(part)
     load_buffers(decoder, path, source)
     return decoder
@@ -409,17 +291,17 @@ def export(
     like = Path(like)
     out.mkdir(parents=True, exist_ok=True)
     config = read_config(like)
-    if config.buffers:
+    others = config.buffers + config.carried
+    if others:
         source = weights_of(like, config)
-        kept = [(name, source.get_slice(name)[...]) for name, _ in config.buffers]
+        kept = [(name, source.get_slice(name)[...]) for name, _ in others]
         named_tensors = itertools.chain(named_tensors, kept)
-    stored = to_stored(named_tensors, config)
-    if config.implementation == "transformers" and not is_as_named(like, config):
+    if not is_as_named(like, config):
         from llamarl.models.transformers_config import as_stored
 
-        whole = {name: tensor.detach().to("cpu", dtype) for name, tensor in stored}
-        stored = iter(as_stored(whole, config).items())
-    _write_shards(stored, out, dtype)
+        whole = {name: tensor.detach().to("cpu", dtype) for name, tensor in named_tensors}
+        named_tensors = as_stored(whole, config).items()
+    _write_shards(named_tensors, out, dtype)
     for name in _COPIED:
         if (like / name).is_file():
             shutil.copyfile(like / name, out / name)

@@ -14,13 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from llamarl.executor import ExecutorGroup
 from llamarl.machine.precision import warn_of_slow_bfloat16
-from llamarl.models.build import Decoder, build_decoder, read_config
+from llamarl.models.build import Decoder, build_decoder, config_of, read_config
+from llamarl.models.config import as_scorer
 from llamarl.models.fsdp import local, wrap
 from llamarl.models.hf import absent_rows, load_weights
 from llamarl.models.lora import reset_lora
 from llamarl.models.masters import Masters
 from llamarl.models.scorer import SCORE, draw_score_head
-from llamarl.models.shape import Lora
+from llamarl.models.shape import AUTO, Lora
 from llamarl.models.tp import TensorParallel
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ def training_decoder(
     lora: Lora | None = None,
     cpu_offload: bool = False,
     score_seed: int | None = None,
+    made_by: str = AUTO,
 ) -> Decoder:
     """Load a decoder with float32 master weights that computes in compute_dtype and reduces in
     float32.
@@ -48,9 +50,9 @@ def training_decoder(
     the weights are frozen, and only adapters beside them require gradients. cpu_offload: masters,
     gradients and so the optimizer's moments are in host memory, a layer's weights on the device
     while it computes. score_seed: make a scorer of the directory's model, whose head is drawn from
-    this seed if there is none. FileNotFoundError or ValueError naming the file when the directory
-    is not whole. The first rank warns of a CPU that is slow in bfloat16, and of weights that lie
-    half-way between two numbers of it.
+    this seed if there is none. made_by: of config_of. FileNotFoundError or ValueError naming the
+    file when the directory is not whole. The first rank warns of a CPU that is slow in bfloat16,
+    and of weights that lie half-way between two numbers of it.
     """
     assert tensor_parallel is None or not tensor_parallel.split_vocabulary, (
         "the loss needs the whole head"
@@ -58,16 +60,11 @@ def training_decoder(
     is_first = mesh is None or mesh.get_rank() == int(mesh.mesh.min())
     if is_first and device.type == "cpu" and compute_dtype == torch.bfloat16:
         warn_of_slow_bfloat16()
-    config = dataclasses.replace(read_config(path), lora=lora)
+    config = dataclasses.replace(config_of(path, made_by), lora=lora)
     if config.labels:
         score_seed = None  # it has a head
     if score_seed is not None:
-        if config.implementation == "transformers":
-            raise ValueError(
-                f"{path}: a score head needs layers of our own, and transformers' modules compute "
-                f"{config.architecture}"
-            )
-        config = config.as_scorer()
+        config = as_scorer(config)
     decoder = build_decoder(config, dtype=torch.float32, tensor_parallel=tensor_parallel)
     decoder.activation_checkpointing = activation_checkpointing
     if cpu_offload or (mesh is not None and mesh.size() > 1):
@@ -135,6 +132,7 @@ def frozen_decoder(
     tensor_parallel: TensorParallel | None = None,
     cpu_offload: bool = False,
     lora: Lora | None = None,
+    made_by: str = AUTO,
 ) -> Decoder:
     """Load the decoder of a Hugging Face directory in dtype, with frozen weights.
 
@@ -142,10 +140,10 @@ def frozen_decoder(
     which FSDP2 shards it; each reads its own rows alone. Collective over both from the first use
     on. A rank that holds it whole needs no mesh. cpu_offload: weights are in host memory, a layer's
     on the device while it computes. lora: adapters beside them, whose products are 0 until others
-    are copied there. FileNotFoundError or ValueError naming the file when the
-    directory is not whole.
+    are copied there. made_by: of config_of. FileNotFoundError or ValueError naming the file when
+    the directory is not whole.
     """
-    config = dataclasses.replace(read_config(path), lora=lora)
+    config = dataclasses.replace(config_of(path, made_by), lora=lora)
     decoder = build_decoder(config, dtype=dtype, tensor_parallel=tensor_parallel)
     if not config.labels:
         decoder.absent_rows = absent_rows(path, config.vocab_size, device)
@@ -161,10 +159,16 @@ def frozen_decoder(
 
 
 def decoder_over(
-    group: ExecutorGroup, path: str | Path, *, dtype: torch.dtype, lora: Lora | None = None
+    group: ExecutorGroup,
+    path: str | Path,
+    *,
+    dtype: torch.dtype,
+    lora: Lora | None = None,
+    made_by: str = AUTO,
 ) -> Decoder:
     """Return the frozen decoder of a directory, which the ranks of an executor hold together. Where
-    they share layers, each rank holds the whole embedding and head, for a token's logprob.
+    they share layers, each rank holds the whole embedding and head, for a token's logprob. made_by:
+    of config_of.
     """
     return frozen_decoder(
         path,
@@ -173,6 +177,7 @@ def decoder_over(
         dtype=dtype,
         tensor_parallel=TensorParallel.of(group, split_vocabulary=False),
         lora=lora,
+        made_by=made_by,
     )
 
 

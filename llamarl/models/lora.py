@@ -157,7 +157,12 @@ def add_lora(decoder: LanguageModel) -> None:
         a_name = hf_name(f"{name}.weight").removesuffix(".weight") + LORA_A
         if a_name in shapes:
             inputs_split = is_split(decoder, a_name)
-            adapted = LoraLinear(module, lora, decoder.tensor_parallel, inputs_split=inputs_split)
+            outputs_split = is_split(decoder, a_name.removesuffix(LORA_A) + LORA_B)
+            # A K/V head of our own that all ranks hold is whole, and each sees a part of its use.
+            is_ours = decoder.config.implementation == "native"
+            is_shared = is_ours or inputs_split or outputs_split
+            tp = decoder.tensor_parallel if is_shared else None
+            adapted = LoraLinear(module, lora, tp, inputs_split=inputs_split)
             decoder.set_submodule(name, adapted)
 
 

@@ -1,8 +1,7 @@
 """PEFT's adapter directories, in and out: adapter_config.json and adapter_model.safetensors, as
 peft, transformers and vLLM read and write them. Also the merged directory beside one.
 
-Names are those of the model in transformers, so families whose directories hold queries, keys and
-values as one tensor (GPT-NeoX, GPT-2) have no such directories.
+Names are those of the model in transformers.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from llamarl.models.hf import (
     export,
     load_weights,
     read_box,
-    stored_parameters,
     weights_of,
 )
 from llamarl.models.lora import adapters_of, lay_side_by_side
@@ -84,16 +82,7 @@ def export_adapted(
     """
     adapters = {name: tensor.detach().to("cpu", torch.float32) for name, tensor in adapters.items()}
     config = read_config(base)
-    if config.traits.names:
-        log.warning(
-            "%s: no %s beside it: PEFT's names are of transformers' model, where a %s has its "
-            "queries, keys and values in one matrix",
-            out,
-            adapter_beside(out).name,
-            config.family,
-        )
-    else:
-        save_adapter(adapters, lora, base, adapter_beside(out))
+    save_adapter(adapters, lora, base, adapter_beside(out))
     export(_merged(adapters, lora, config, base, out, dtype), base, out, dtype=dtype)
 
 
@@ -142,11 +131,10 @@ def _merged(
     """
     source = weights_of(base, config)
     update = lost = 0.0  # squares
-    for name, place in stored_parameters(config).items():
-        if place.name not in source.file_of:
+    for name, shape in parameter_shapes(config).items():
+        if name not in source.file_of:
             continue
-        shape = Box.whole(parameter_shapes(config)[name])
-        weight = read_box(source.get_slice(place.name), place, shape, config)
+        weight = read_box(source.get_slice(name), Box.whole(shape))
         a = adapters.get(name.removesuffix(".weight") + LORA_A)
         if a is None:
             yield name, weight
@@ -226,11 +214,6 @@ def check_adapter(path: str | Path, config: ModelConfig) -> dict[str, Tensor]:
             differences.append(f"trainer.lora.{key}={shown}")
     if differences:
         raise ValueError(f"{path / CONFIG}: its adapters need {' '.join(differences)}")
-    if config.traits.names:
-        raise ValueError(
-            f"{path}: adapters of a {config.family} cannot be read, because its queries, keys and "
-            "values are one matrix there; merge them with peft's merge_and_unload"
-        )
     file = path / WEIGHTS
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file; adapters are read from safetensors only")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from dataclasses import dataclass
 from typing import Literal
 
-from llamarl.models.families import FAMILIES, Family
+from llamarl.models.families import CAUSAL, FAMILIES, Family
 
+AUTO = "auto"  # our own modules where they can, else transformers'
+IMPLEMENTATIONS = (AUTO, "native", "transformers")
 SCORER = "ForSequenceClassification"  # its head gives num_labels scores in place of logits
-_HEADS = (SCORER, *dict.fromkeys(family.causal for family in FAMILIES.values()))
+HEADS = ("lm_head.weight", "embed_out.weight")  # ends of a language model's head's names
+LABEL = "LABEL_0"  # of one score, as transformers calls it
 # Fields that change no layer of an evaluated model: provenance, training, defaults of sampling.
 HARMLESS = re.compile(
     r"_.*|.*bias|.*dropout|.*pdrop|summary_.*|(.+_)?token_id|unsloth_.*|(.+_)?attn_implementation"
@@ -65,20 +67,26 @@ class ModelConfig:
     tie_word_embeddings: bool  # False in a scorer, which has no logits
     attention_bias: bool
     labels: tuple[str, ...] = ()  # of a sequence-classification model's scores
-    activation: str = "silu"  # of the MLP
-    rotary_dim: int | None = None  # features of a head that are turned; None: all
-    parallel_residual: bool = False  # attention and MLP read the same residual stream
     lora: Lora | None = None  # adapters beside its projections, which are then frozen
     # Of a decoder that transformers computes: config.json without what changes no layer, the shape
     # of every parameter, and the projections of its layers.
-    implementation: Literal["native", "transformers"] = "native"
+    implementation: Literal["native", "transformers", "torchtune"] = "native"
     fields: str = ""
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
     linears: tuple[str, ...] = ()
     buffers: tuple[tuple[str, tuple[int, ...]], ...] = ()  # that a directory holds beside them
+    # Of parts that are no decoder, such as one that reads images. Exports have them too.
+    carried: tuple[tuple[str, tuple[int, ...]], ...] = ()
     # Its layers carry a state from token to token beside attention, which would leak from one
     # packed sequence into the next. Each is read by itself, and again for each new token.
     is_read_alone: bool = False
+    # How tensor-parallel ranks share its layers, by transformers' plan: names of modules, with * in
+    # the place of numbers, and the kind of each. Where they share heads, all counts of these are
+    # multiples of split_heads; 0: each rank has all heads.
+    plan: tuple[tuple[str, str], ...] = ()
+    split_heads: int = 0
+    unsplit: str = ""  # why they cannot share them, whatever their number
+    builder: str = ""  # the import path of what makes torchtune's modules
 
     @property
     def family(self) -> str:
@@ -92,23 +100,7 @@ class ModelConfig:
         """
         return FAMILIES.get(self.family, FAMILIES["Llama"])
 
-    def as_scorer(self) -> ModelConfig:
-        """Return the config of a model with one score on this model's trunk; a scorer's own config
-        is returned as it is.
-        """
-        if self.labels:
-            return self
-        return dataclasses.replace(
-            self,
-            architecture=self.family + SCORER,
-            tie_word_embeddings=False,
-            labels=("LABEL_0",),  # as transformers calls it
-        )
-
 
 def family_of(architecture: str) -> str:
     """Return the part of an architecture's name before the name of its head."""
-    for head in _HEADS:
-        if architecture.endswith(head):
-            return architecture.removesuffix(head)
-    return architecture
+    return architecture.removesuffix(SCORER).removesuffix(CAUSAL)

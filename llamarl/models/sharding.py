@@ -5,6 +5,10 @@ Projections into the attention heads and into the MLP are split by output rows, 
 model by input columns, the vocabulary by rows; norms are whole everywhere. Query heads are split as
 evenly as they go; a rank holds the key/value heads that its query heads read, so one that several
 ranks need is held by each of them.
+
+Models that transformers' modules compute are split evenly, by transformers' own plan
+(`ModelConfig.plan`): rows or columns of projections, and whole experts. Embedding and head are
+whole everywhere.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-from llamarl.models.config import ModelConfig
+from llamarl.models.shape import ModelConfig
 
 Shape = tuple[int, ...]
 
@@ -24,6 +28,12 @@ HEAD = "lm_head"  # quantised only where asked: every logit passes through it
 LORA_A = ".lora_a"  # ends the names of adapters: A [r, in] and B [out, r] of a projection
 LORA_B = ".lora_b"
 ALL_LINEAR = "all-linear"  # in the place of targets: every projection of the layers
+# Kinds of transformers' plans: how ranks share a module.
+BY_ROWS = ("colwise", "colwise_gather_output")  # whose output is each rank's part, or joined
+BY_COLUMNS = ("rowwise", "rowwise_split_input")  # whose input is each rank's part, or whole
+EXPERTS = "ep_dispatch_experts"
+WHOLE = "replicated_with_grad_allreduce"  # each rank sees a part of what it computes
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _IN_LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 ALIGN_BYTES = 64  # everything starts on a cache line
 
@@ -145,6 +155,9 @@ def tensor_parallel_box(
     whole = Box.whole(shape)
     if size == 1:
         return whole
+    if config.implementation == "transformers":
+        dim = _split_dim(config, name)
+        return whole if dim is None else whole.cut(dim, *span(shape[dim], rank, size))
     head_dim = config.head_dim
     heads = heads_of(config, rank, size)
     query = (heads.first_query * head_dim, heads.num_query * head_dim)
@@ -165,10 +178,56 @@ def tensor_parallel_box(
     # An adapter's A has a weight's columns and its B a weight's rows; its rank is not split.
     if module in rows and not name.endswith(LORA_A):
         return whole.cut(0, *rows[module])
-    # Not a bias, nor the per-row scales of a quantised weight.
+    # Not the per-row scales of a quantised weight.
     if module in columns and len(shape) == 2 and not name.endswith(LORA_B):
         return whole.cut(1, *columns[module])
     return whole
+
+
+def kind_of(config: ModelConfig, module: str) -> str | None:
+    """Return how tensor-parallel ranks share a module of transformers with this name; None: each
+    has it whole.
+    """
+    return dict(config.plan).get(without_numbers(module))
+
+
+def without_numbers(name: str) -> str:
+    """Return the name of a module or parameter as transformers' plans write it, for all layers."""
+    return _NUMBER.sub(".*", name)
+
+
+def _split_dim(config: ModelConfig, name: str) -> int | None:
+    """Return the dim of a parameter of transformers' modules, or of its adapter, that ranks share;
+    None if each holds the whole.
+    """
+    module, _, parameter = name.rpartition(".")
+    kind = kind_of(config, module)
+    if kind == EXPERTS or (kind in BY_ROWS and not name.endswith(LORA_A)):
+        return 0
+    if kind in BY_COLUMNS and parameter != "bias" and not name.endswith(LORA_B):
+        return 1
+    return None
+
+
+def why_not_split(config: ModelConfig, size: int) -> str | None:
+    """Return why `size` tensor-parallel ranks cannot share a model that transformers' modules
+    compute, as half a sentence; None if they can.
+    """
+    if size == 1 or config.implementation != "transformers":
+        return None
+    why = config.unsplit
+    if config.split_heads % size:
+        why = f"at most {config.split_heads} share its heads evenly"
+    for name, shape in parameter_shapes(config).items():
+        dim = _split_dim(config, name)
+        if not why and dim is not None and shape[dim] % size:
+            why = f"{name} has {shape[dim]} {('rows', 'columns')[dim]}"
+    if not why:
+        return None
+    return (
+        f"transformers' modules compute {config.architecture}, and {size} ranks cannot share its "
+        f"layers: {why}"
+    )
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
@@ -189,32 +248,20 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
         of_layer[f"self_attn.{projection}.weight"] = (rows, d)
         if config.attention_bias:
             of_layer[f"self_attn.{projection}.bias"] = (rows,)
-    traits = config.traits
     of_layer["self_attn.o_proj.weight"] = (d, q)
-    if traits.biases:
-        of_layer["self_attn.o_proj.bias"] = (d,)
-    if traits.qk_norm:
+    if config.traits.qk_norm:
         of_layer["self_attn.q_norm.weight"] = (config.head_dim,)
         of_layer["self_attn.k_norm.weight"] = (config.head_dim,)
-    if traits.gated:
-        of_layer["mlp.gate_proj.weight"] = (f, d)
+    of_layer["mlp.gate_proj.weight"] = (f, d)
     of_layer["mlp.down_proj.weight"] = (d, f)
     of_layer["mlp.up_proj.weight"] = (f, d)
-    if traits.biases:
-        of_layer["mlp.down_proj.bias"] = (d,)
-        of_layer["mlp.up_proj.bias"] = (f,)
-    norm: dict[str, Shape] = {"weight": (d,)}
-    if traits.norm == "layer":
-        norm["bias"] = (d,)
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        of_layer |= {f"{name}.{part}": shape for part, shape in norm.items()}
+    of_layer["input_layernorm.weight"] = (d,)
+    of_layer["post_attention_layernorm.weight"] = (d,)
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": vocabulary}
-    if traits.learned_positions:
-        shapes["model.embed_positions.weight"] = (config.max_position_embeddings, d)
     for i in range(config.num_hidden_layers):
         for name, shape in of_layer.items():
             shapes[f"model.layers.{i}.{name}"] = shape
-    shapes |= {f"model.norm.{part}": shape for part, shape in norm.items()}
+    shapes["model.norm.weight"] = (d,)
     if config.labels:
         shapes["score.weight"] = (len(config.labels), d)
     elif not config.tie_word_embeddings:

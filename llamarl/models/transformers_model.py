@@ -14,22 +14,26 @@ call them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from llamarl.models.attention import Angles, AttentionContext, PackedAttention, Scores
+from llamarl.models.attention import AttentionContext, PackedAttention, Scores
 from llamarl.models.decoder import Decoder
-from llamarl.models.fsdp import is_dtensor
 from llamarl.models.protocol import Head
+from llamarl.models.routing import Routing
 from llamarl.models.shape import ModelConfig
+from llamarl.models.tp import TensorParallel
+from llamarl.models.tp_plan import keep_part
 from llamarl.models.transformers_config import base_of, layers_of, transformers_model
 
 OURS = "llamarl"  # the name of our attention function in transformers' table
@@ -101,11 +105,16 @@ class TransformersDecoder(Decoder):
         self.seat = Seat()
         self._recomputes = False
         self.transformers: Any = model
+        self.routing = Routing.of(model, self.layers)
         for module in model.modules():
             if hasattr(module, "layer_idx"):
                 module.llamarl_seat = self.seat  # type: ignore[assignment]
+        self.logit_cap: float | None = None
+        self._logit_scale = 1.0
+        if config.labels:
+            return
         text = model.config.get_text_config()  # type: ignore[operator, union-attr]
-        self.logit_cap: float | None = getattr(text, "final_logit_softcapping", None)
+        self.logit_cap = getattr(text, "final_logit_softcapping", None)
         multiple = getattr(text, "logit_scale", None) or 1.0  # Cohere's
         self._logit_scale = multiple / (getattr(text, "logits_scaling", None) or 1.0)  # Granite's
 
@@ -132,9 +141,24 @@ class TransformersDecoder(Decoder):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # the methods' names change in 6
             if wanted:
-                self.transformers.gradient_checkpointing_enable({"use_reentrant": False})
+                self.transformers._set_gradient_checkpointing(True, self._recomputed)
             else:
                 self.transformers.gradient_checkpointing_disable()
+
+    def _recomputed(self, layer: Callable[..., Any], *args: Any) -> Any:
+        """Run a layer, and run it again in backward. The second run takes the attention and the
+        routes of the first: a decoder that reads each sequence by itself has several passes.
+        """
+        attention = self.seat.attention
+        given = None if self.routing is None else self.routing.given
+
+        def run(*args: Any) -> Any:
+            self.seat.attention = attention
+            if self.routing is not None:
+                self.routing.given = given
+            return layer(*args)
+
+        return checkpoint(run, *args, use_reentrant=False)
 
     @property
     def tok_embeddings(self) -> nn.Embedding:  # type: ignore[override]
@@ -143,7 +167,9 @@ class TransformersDecoder(Decoder):
 
     @property
     def output_weight(self) -> Tensor:
-        """The output weight [V, D]: the embedding itself when tied."""
+        """The output weight [V, D]: the embedding itself when tied. A scorer's is [labels, D]."""
+        if self.config.labels:
+            return self.transformers.score.weight
         if self.config.tie_word_embeddings:
             return self.tok_embeddings.weight
         return self.transformers.lm_head.weight
@@ -157,29 +183,6 @@ class TransformersDecoder(Decoder):
         for layer in self.layers:
             layer.training = mode
         return self
-
-    def to_empty(self, *, device: str | torch.device | int | None, recurse: bool = True) -> Self:
-        """Give every parameter uninitialised memory on `device`. Buffers, such as rotary tables,
-        move there with their numbers. On the meta device they stay where they are.
-        """
-        if device is not None and torch.device(device).type == "meta":
-            return self
-
-        def memory_like(tensor: Tensor) -> Tensor:
-            if is_dtensor(tensor):
-                return torch.empty_like(tensor, device=device)
-            if tensor.is_meta:
-                return torch.empty_strided(
-                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
-                )
-            return tensor.to(device)
-
-        return self._apply(memory_like, recurse=recurse)
-
-    def rotary(self, positions_T: Tensor, longest: int) -> Angles:
-        """Return no angles: transformers' modules turn queries and keys themselves."""
-        nothing = positions_T.new_empty(len(positions_T), 1, 0, dtype=torch.float32)
-        return nothing, nothing
 
     def project(self, h_TD: Tensor, weight_VD: Tensor) -> Tensor:
         """Return logits [T, V] of hidden states."""
@@ -198,39 +201,62 @@ class TransformersDecoder(Decoder):
         """Logits [T, V], or what `head` makes of the normed hidden states and the output weight. A
         head applies `logit_cap` itself.
         """
+        if self.routing is not None:
+            self.routing.passes.clear()
+        routes_TMK = getattr(attention, "routes", None)
         if self.config.is_read_alone:
-            h_TD = self._each_alone(tokens_T, attention)
+            h_TD = self._each_alone(tokens_T, attention, routes_TMK)
         else:
             num_tokens = len(tokens_T)
             if attention.padding:
                 tokens_T = F.pad(tokens_T, (0, attention.padding))
                 positions_T = F.pad(positions_T, (0, attention.padding))
-            h_TD = self._hidden(tokens_T, positions_T, attention)[:num_tokens]
+            own = slice(num_tokens)
+            h_TD = self._hidden(tokens_T, positions_T, attention, routes_TMK, own)
         if self._logit_scale != 1.0:
             h_TD = h_TD * self._logit_scale
         weight_VD = self.output_weight
-        bias_V = getattr(self.transformers.lm_head, "bias", None)
+        bias_V = None
+        if not self.config.labels:
+            bias_V = getattr(self.transformers.lm_head, "bias", None)
         if bias_V is not None:  # one more feature, which is 1
             h_TD = F.pad(h_TD, (0, 1), value=1.0)
             weight_VD = torch.cat([weight_VD, bias_V[:, None]], 1)
         return (head or self.project)(h_TD, weight_VD)
 
-    def _hidden(self, tokens_T: Tensor, positions_T: Tensor, attention: AttentionContext) -> Tensor:
-        """Return the normed hidden states [T, D]."""
+    def _hidden(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attention: AttentionContext,
+        routes_TMK: Tensor | None,
+        own: slice,
+    ) -> Tensor:
+        """Return the normed hidden states of the `own` tokens, [.., D]. routes: to replay."""
         self.seat.attention = attention
+        if self.routing is not None:
+            self.routing.begin(routes_TMK, len(tokens_T))
         seen = self.base(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False)
-        return seen.last_hidden_state[0]
+        if self.routing is not None:
+            self.routing.end(own)
+        return seen.last_hidden_state[0][own]
 
-    def _each_alone(self, tokens_T: Tensor, attention: AttentionContext) -> Tensor:
+    def _each_alone(
+        self, tokens_T: Tensor, attention: AttentionContext, routes_TMK: Tensor | None
+    ) -> Tensor:
         """Return the normed hidden states [T, D], of one sequence after the other."""
         made = []
-        for ids_n, before in attention.sequences(tokens_T):
+        all_routes: Iterable[tuple[Tensor | None, int]] = repeat((None, 0))
+        if routes_TMK is not None:
+            all_routes = attention.sequences(routes_TMK)
+        for (ids_n, before), (routes_nMK, _) in zip(attention.sequences(tokens_T), all_routes):
             size = len(ids_n)
             with tokens_T.device:
                 positions_n = torch.arange(size)
                 alone = PackedAttention(torch.tensor([0, size]))
             alone.padding = 0
-            made.append(self._hidden(ids_n.to(tokens_T.device), positions_n, alone)[before:])
+            ids_n = ids_n.to(tokens_T.device)
+            made.append(self._hidden(ids_n, positions_n, alone, routes_nMK, slice(before, None)))
         return torch.cat(made)
 
 
@@ -238,15 +264,26 @@ class TransformersDecoder(Decoder):
 def attention_of_transformers(decoder: Decoder) -> Iterator[None]:
     """Let transformers attend by its own plain products within the block."""
     assert isinstance(decoder, TransformersDecoder), "a decoder of its modules"
-    decoder.transformers.set_attn_implementation("eager")
+    decoder.base.set_attn_implementation("eager")
     try:
         yield
     finally:
-        decoder.transformers.set_attn_implementation(OURS)
+        decoder.base.set_attn_implementation(OURS)
 
 
-def transformers_decoder(config: ModelConfig, *, dtype: torch.dtype) -> TransformersDecoder:
-    """Return the decoder of a config that `transformers_config` made, on the meta device."""
+def transformers_decoder(
+    config: ModelConfig, *, dtype: torch.dtype, tensor_parallel: TensorParallel | None = None
+) -> TransformersDecoder:
+    """Return the decoder of a config that `transformers_config` made, on the meta device.
+
+    tensor_parallel: only the rank's part, as keep_part has it; each rank has the whole embedding
+    and head.
+    """
     model = transformers_model(config.fields, dtype)
-    model.set_attn_implementation(OURS)
-    return TransformersDecoder(config, model)
+    base_of(model).set_attn_implementation(OURS)
+    if tensor_parallel is not None:
+        keep_part(model, config, tensor_parallel)
+        tensor_parallel = replace(tensor_parallel, split_vocabulary=False)
+    decoder = TransformersDecoder(config, model)
+    decoder.tensor_parallel = tensor_parallel
+    return decoder

@@ -54,6 +54,9 @@ buffer/age_mean buffer/age_max buffer/age_min | their age in steps
 buffer/distinct_good | different completions of at least `buffer.good_reward` so far
 packing/padding_fraction | share of computed tokens that are padding
 packing/unused_budget_fraction | share of a microbatch left empty (free)
+moe/load_max | experts: tokens of the most loaded over the mean, a mean over layers
+moe/route_diff | with `trainer.routing_replay`: share of routes that it changed
+moe/balance_loss | where `config.json` has `output_router_logits`: transformers' loss
 parity/logprob_diff_max parity/logprob_diff_rms | trainer against generator, one version
 parity/canary_diff_max parity/canary_diff_rms | the same on a fixed prompt
 weights/quantization_kl | on that prompt, a quantized generator against the trainer
@@ -81,6 +84,7 @@ SUPERVISED = """
 loss/value eval/loss | of a step; of held-out rows
 examples/trained tokens/trained | rows or pairs of a step; their trained tokens
 lr grad_norm | learning rate; norm before clipping
+moe/balance_loss | as above
 trainer/tokens_per_s | trained tokens
 preference/accuracy eval/accuracy | share of pairs whose chosen one scores higher; held out
 preference/margin eval/margin | chosen minus rejected score

@@ -278,8 +278,7 @@ class Costs:
         """The parameters that every token is multiplied with: all but the embedding's rows."""
         total = 0
         for name, shape in parameter_shapes(self.model).items():
-            is_looked_up = name in ("model.embed_tokens.weight", "model.embed_positions.weight")
-            if not is_looked_up or self.model.tie_word_embeddings and "tokens" in name:
+            if name != "model.embed_tokens.weight" or self.model.tie_word_embeddings:
                 total += math.prod(shape)
         return total
 

@@ -28,6 +28,7 @@ from typing import Literal
 
 from llamarl.memory import GIB, SLOTS, WIDE
 from llamarl.models.config import check_sizes, read_config
+from llamarl.models.sharding import why_not_split
 from llamarl.planner.costs import Costs, GeneratorPlan, Numerics, Split, StepWork, TrainerPlan
 from llamarl.planner.predict import Prediction, Predictor
 from llamarl.planner.profile import Count, FromZero, Natural, Positive, Profile
@@ -169,6 +170,9 @@ def best_of(
     heads = model.num_attention_heads
     for side in ("trainer", "generator"):
         tensor = getattr(limits, f"{side}_tensor") or 1
+        why = why_not_split(model, tensor)
+        if why:
+            raise ValueError(f"{side}.tensor_parallel={tensor}: {why}")
         if tensor > heads:
             raise ValueError(
                 f"{side}.tensor_parallel={tensor}: the model has {heads} query heads to split"
@@ -208,8 +212,9 @@ class _Search:
         self.predictor = predictor
         self.work = predictor.work
         self.limits = limits
-        heads = predictor.costs.model.num_attention_heads
-        tensors = powers_up_to(min(limits.gpus, heads, MOST_TENSOR))
+        model = predictor.costs.model
+        most = min(limits.gpus, model.num_attention_heads, MOST_TENSOR)
+        tensors = [n for n in powers_up_to(most) if why_not_split(model, n) is None]
         self.trainer_tensors = tensors
         self.generator_tensors = tensors
         if limits.trainer_tensor is not None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from llamarl.comm.together import join_shares, own_share
 from llamarl.executor import ExecutorGroup
+from llamarl.inference.agreement import check_agreement
 from llamarl.learning.collation import collate
 from llamarl.learning.logprobs import LateEnds, group_to_score, label_logprobs
 from llamarl.learning.packing import filler, pack
@@ -31,7 +32,7 @@ from llamarl.models.fsdp import reshard
 from llamarl.models.loading import decoder_over, load_scorer
 from llamarl.models.protocol import LanguageModel
 from llamarl.models.scorer import label_of, scores_at
-from llamarl.models.shape import Lora
+from llamarl.models.shape import AUTO, Lora
 from llamarl.models.tp import TensorParallel
 from llamarl.tasks.base import Tokenizer, text_of, with_system
 from llamarl.tasks.special import chat_ids, text_ids
@@ -252,6 +253,7 @@ class ShardedScorer:
             mesh=group.data_mesh() if group.size > 1 else None,
             tensor_parallel=TensorParallel.of(group),
         )
+        check_agreement(self.decoder, settings.path, group.device, getattr(torch, settings.dtype))
         self.label = label_of(self.decoder.config.labels, settings.label)
 
     @property
@@ -279,6 +281,7 @@ class ShardedReference:
     path: a Hugging Face directory. dtype: of its weights. temperature: that logits are divided by.
     microbatch_tokens: packed tokens a forward, per rank. late_ends: what completions could not have
     when they were sampled, out of this model's distribution too. lora: adapters beside its weights.
+    made_by: of config_of.
     """
 
     def __init__(
@@ -291,12 +294,14 @@ class ShardedReference:
         group: ExecutorGroup,
         late_ends: LateEnds | None = None,
         lora: Lora | None = None,
+        made_by: str = AUTO,
     ):
         self._temperature = temperature
         self._late_ends = late_ends
         self._microbatch_tokens = microbatch_tokens
         self._group = group
-        self.decoder = decoder_over(group, path, dtype=dtype, lora=lora)
+        self.decoder = decoder_over(group, path, dtype=dtype, lora=lora, made_by=made_by)
+        check_agreement(self.decoder, path, group.device, dtype)
 
     @torch.no_grad()
     def logprobs(self, asked: Sequence[ScoreRequest], *, together: bool) -> list[Tensor]:

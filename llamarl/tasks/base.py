@@ -44,6 +44,11 @@ def messages_of(value: object, key: str) -> tuple[Message, ...]:
     messages = []
     for number, message in enumerate(value, start=1):
         is_message = isinstance(message, dict) and isinstance(message.get("role"), str)
+        if is_message and isinstance(message.get("content"), list):
+            raise ValueError(
+                f'"{key}", message {number}: its content is a list of parts, this is '
+                f"{shown(message)}; give its text alone: images and sounds are not read"
+            )
         if not is_message or not isinstance(message.get("content"), str):
             raise ValueError(
                 f'"{key}", message {number}: need {{"role": ..., "content": text}}, this is '

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from llamarl.models.config import read_config, tiny_directory
-from llamarl.models.hf import to_stored
 from llamarl.models.sharding import parameter_shapes
 
 
@@ -44,6 +43,5 @@ def write_model(path: Path, config: dict, *, seed: int = 0, scale: float = 0.4) 
     weights = {}
     for name, shape in parameter_shapes(read_config(path)).items():
         weights[name] = torch.randn(shape, generator=draw) * scale + (len(shape) == 1)
-    stored = {name: x.contiguous() for name, x in to_stored(weights.items(), read_config(path))}
-    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     return path

@@ -63,7 +63,8 @@ def problems(line: str) -> tuple[Problem, ...]:
     where = [*words.pop(0)[1:].split("/"), "", ""] if words[0].startswith("@") else [""] * 3
     vllm = patch("llamarl.inference.vllm_engine.vllm_problem", lambda: None)
     others = patch("llamarl.config.sections.run.find_spec", lambda name: None)
-    with vllm, others:
+    builders = patch("llamarl.config.sections.model.find_spec", lambda name: None)
+    with vllm, others, builders:
         try:
             check_command_line(
                 words,

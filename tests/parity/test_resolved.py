@@ -106,7 +106,7 @@ def written(path, config):
     return path
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", PUBLISHED.keys() - {"Pythia 410M", "GPT-2 medium"})
 def test_published_configurations_are_read_as_transformers_reads_them(tmp_path, name):
     path = written(tmp_path, USUAL | PUBLISHED[name])
     check_as_transformers_reads(path, read_config(path))
@@ -116,37 +116,28 @@ def llama(**fields):
     return PUBLISHED["Llama 2 7B"] | fields
 
 
-def pythia(**fields):
-    return PUBLISHED["Pythia 410M"] | {"rotary_pct": 0.5} | fields
-
-
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 DEFAULT = {"rope_type": "default", "rope_theta": 500.0}
-NO_PCT = {k: v for k, v in PUBLISHED["Pythia 410M"].items() if k != "rotary_pct"}
 
 
 @pytest.mark.parametrize(
-    "config, theta, length, turned",
+    "config, theta, length",
     [
-        (llama(rope_scaling=None, rope_theta=500.0), 500.0, None, None),
-        (llama(rope_scaling=LINEAR | {"rope_theta": 500.0}), 500.0, None, None),
-        (llama(rope_theta=7.0, rope_parameters=DEFAULT), 500.0, None, None),
-        (llama(rope_scaling=LINEAR, rope_parameters=DEFAULT), 10000.0, None, None),
-        (llama(rope_scaling=YARN, original_max_position_embeddings=16), 10000.0, 16, None),
-        (llama(rope_scaling=LLAMA3, original_max_position_embeddings=16), 10000.0, 16, None),
-        (pythia(), 10000, None, 32),
-        (pythia(rope_parameters={"partial_rotary_factor": 1.0}), 10000, None, 64),
-        (pythia(rope_scaling=None, rotary_pct=1.0, rotary_emb_base=500), 500, None, 64),
-        (NO_PCT, 10000, None, 16),
+        (llama(rope_scaling=None, rope_theta=500.0), 500.0, None),
+        (llama(rope_scaling=LINEAR | {"rope_theta": 500.0}), 500.0, None),
+        (llama(rope_theta=7.0, rope_parameters=DEFAULT), 500.0, None),
+        (llama(rope_scaling=LINEAR, rope_parameters=DEFAULT), 10000.0, None),
+        (llama(rope_scaling=YARN, original_max_position_embeddings=16), 10000.0, 16),
+        (llama(rope_scaling=LLAMA3, original_max_position_embeddings=16), 10000.0, 16),
     ],
 )
 def test_a_value_in_several_places_is_the_one_that_transformers_takes(
-    tmp_path, config, theta, length, turned
+    tmp_path, config, theta, length
 ):
     path = written(tmp_path, config)
     model = read_config(path)
-    assert model.rope_theta == theta and model.rotary_dim == turned
+    assert model.rope_theta == theta
     assert (model.rope_scaling or {}).get("original_max_position_embeddings") == length
     check_as_transformers_reads(path, model)
 
@@ -219,10 +210,7 @@ UNKNOWN = "config.json: HomeForCausalLM: transformers makes no decoder of it"
         (LLAMA, {"hidden_size": None}, "missing field hidden_size"),
         (LLAMA, {"rope_parameters": LONGROPE}, "'longrope' is not supported"),
         (LLAMA, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "lacks factor"),
-        (NEOX, {"rotary_pct": 2}, "rotary_pct=2: need"),
-        (GPT2, {"n_embd": None}, "missing field n_embd"),
-        (GPT2, {"n_head": 0}, "n_head=0: need"),
-        (GPT2, {"architectures": ["GPT2ForCausalLM"]}, "GPT2LMHeadModel"),
+        (GPT2, {"n_head": 0}, "GPT2LMHeadModel: transformers makes no decoder of it"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_its_name_in_the_config(
@@ -240,8 +228,10 @@ def test_what_is_not_computed_is_refused_by_its_name_in_the_config(
         (LLAMA, MISTRAL | {"model_type": "mistral", "sliding_window": 32}),
         (LLAMA, {"attention_bias": True}),
         (LLAMA, {"mlp_bias": True}),
+        (NEOX, {}),
         (NEOX, {"attention_bias": False}),
         (NEOX, {"hidden_act": "relu"}),
+        (GPT2, {}),
         (GPT2, {"scale_attn_weights": False}),
         (GPT2, {"activation_function": "relu"}),
         ("Qwen3 8B, saved by transformers 5", {"attention_bias": True}),

@@ -11,8 +11,10 @@ from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    Gemma2Config,
     GPT2Config,
     GPTNeoXConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
@@ -21,7 +23,7 @@ from transformers import (
 
 from llamarl.learning.sft import completion_logprobs, pack_pairs, pair_of
 from llamarl.models.attention import PackedAttention
-from llamarl.models.config import read_config, tiny_directory
+from llamarl.models.config import as_scorer, read_config, tiny_directory
 from llamarl.models.hf import export, named_parameters_hf
 from llamarl.models.loading import load_scorer, training_decoder
 from llamarl.models.scorer import scorer_fields, scores_at
@@ -40,6 +42,7 @@ CONFIGS = {
     "qwen2": Qwen2Config(**SIZES, num_labels=3, id2label={0: "toxic", 1: "rude", 2: "fine"}),
     "gpt_neox": GPTNeoXConfig(**SIZES, num_labels=1),
     "gpt2": GPT2Config(**SIZES, num_labels=2),
+    "gemma2": Gemma2Config(**SIZES, num_labels=1, head_dim=8, sliding_window=8),
     "qwen3": Qwen3Config(**SIZES, num_labels=1, head_dim=8, tie_word_embeddings=True),
 }
 SCORES = rounding(terms=48, depth=2 * 3, size=2.0)  # width and layers, and how scores deviate
@@ -85,8 +88,12 @@ def begin(path, seed):
 
 @pytest.fixture
 def policy(tmp_path):
-    save_drawn(AutoModelForCausalLM.from_config(CONFIGS["llama"]), tmp_path / "policy")
-    return tmp_path / "policy"
+    return language_model("llama", tmp_path / "policy")
+
+
+def language_model(name, path):
+    save_drawn(AutoModelForCausalLM.from_config(CONFIGS[name]), path)
+    return path
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -100,13 +107,16 @@ def test_scores_are_those_of_transformers(name, tmp_path):
         assert (config.family, config.labels) == ("Qwen2", ("toxic", "rude", "fine"))
 
 
-def test_a_scorer_begins_as_a_language_model_and_loads_in_transformers(policy, tmp_path):
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "gpt2", "gemma2"])
+def test_a_scorer_begins_as_a_language_model_and_loads_in_transformers(name, tmp_path):
+    policy = language_model(name, tmp_path / "policy")
     made = begin(policy, seed=3)
-    spread = float(made.score.weight.detach().std())
+    spread = float(made.output_weight.detach().std())
     assert spread == pytest.approx((SIZES["hidden_size"] + 1) ** -0.5, rel=0.5)
     held = load_file(policy / "model.safetensors")
-    for name, parameter in named_parameters_hf(made):
-        assert name == "score.weight" or torch.equal(parameter, held[name]), name
+    for parameter_name, parameter in named_parameters_hf(made):
+        is_drawn = parameter_name == "score.weight"
+        assert is_drawn or torch.equal(parameter, held[parameter_name]), parameter_name
     path = tmp_path / "scorer"
     fields = scorer_fields(made.config, policy)
     export(named_parameters_hf(made), policy, path, dtype=torch.float32, fields=fields)
@@ -114,7 +124,7 @@ def test_a_scorer_begins_as_a_language_model_and_loads_in_transformers(policy, t
     assert theirs.config.num_labels == 1
     assert_same_scores(made.eval(), theirs.eval())
     # Trained on, it keeps its head.
-    assert torch.equal(begin(path, seed=4).score.weight, made.score.weight)
+    assert torch.equal(begin(path, seed=4).output_weight, made.output_weight)
 
 
 def test_a_language_model_is_no_scorer(policy):
@@ -122,9 +132,15 @@ def test_a_language_model_is_no_scorer(policy):
         load(policy)
 
 
+def test_a_family_without_scorers_in_transformers_begins_none(tmp_path):
+    save_drawn(AutoModelForCausalLM.from_config(GraniteConfig(**SIZES)), tmp_path)
+    with pytest.raises(ValueError, match="no ForSequenceClassification of granite"):
+        begin(tmp_path, seed=3)
+
+
 def test_an_end_token_stands_for_an_absent_pad(policy):
     change_json(policy / "config.json", pad_token_id=None, eos_token_id=[5, 6])
-    fields = scorer_fields(read_config(policy).as_scorer(), policy)
+    fields = scorer_fields(as_scorer(read_config(policy)), policy)
     assert fields["pad_token_id"] == 5
 
 

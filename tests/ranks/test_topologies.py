@@ -26,7 +26,7 @@ from llamarl.learning.losses.policy_gradient import policy_gradient
 from llamarl.learning.optim import AdamSettings, share_gradients
 from llamarl.learning.trained_model import TrainedModelSettings
 from llamarl.learning.values import CriticSettings
-from llamarl.models.config import read_config
+from llamarl.models.config import as_scorer, read_config
 from llamarl.models.fsdp import held_box, local
 from llamarl.models.sharding import Box, parameter_shapes
 from llamarl.tickets.service import TicketService
@@ -115,7 +115,7 @@ def shapes_of(config) -> dict[str, tuple[int, ...]]:
     """Of the whole parameters of both."""
     shapes = {"weight": (config.hidden_size,), "bias": (1,)}
     if config.tie_word_embeddings:
-        shapes = parameter_shapes(config.as_scorer())
+        shapes = parameter_shapes(as_scorer(config))
     values = {f"{OF_CRITIC}{name}": shape for name, shape in shapes.items()}
     return parameter_shapes(config) | values
 

@@ -43,6 +43,11 @@ def test_decode(tmp_path):
     assert "engine" in json.dumps(found_by("decode", tmp_path, *size))
 
 
+def test_implementations(tmp_path):
+    found = found_by("implementations", tmp_path, "--small", "--repeats", 1)
+    assert found["training"]["ratio"] > 0 and found["decoding"]["ratio"] > 0
+
+
 def test_scoring(tmp_path):
     size = ("--prompts", 2, "--group", 2, "--batch", 2, "--repeats", 1)
     found = found_by("scoring", tmp_path, "--model", TINY_MODEL, *size)

@@ -80,7 +80,7 @@ def test_the_rate_is_that_of_the_number_of_parameters_and_the_first_lines_say_so
     assert config.lr == SIZES[size][0]
     (line,) = told(config, path)
     assert f"lr {config.lr:g} for {size} parameters" in line
-    assert "warm-up 5 steps, bfloat16, 64 slots" in line
+    assert "warm-up 5 steps, bfloat16 in native modules, 64 slots" in line
 
 
 @pytest.mark.parametrize("kind", [None, RED_TEAM, EVALUATION])

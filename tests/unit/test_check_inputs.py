@@ -24,7 +24,7 @@ from tests.build.user_module import write_modules
 from tests.judge_server import JudgeServer
 from tests.padded import padded_directory
 from tests.random_models import swap_tokens
-from tests.unit.refusals import change, model_job, model_refusal
+from tests.unit.refusals import change, complaint, model_job, model_refusal
 
 BAD_INPUT = 2
 FIRST = "model.layers.0.mlp.up_proj.weight"
@@ -86,6 +86,22 @@ def test_a_head_of_its_own_is_needed_where_it_is_not_tied_and_is_the_embedding_w
     assert "lm_head.weight: absent" in model_refusal(model)
 
 
+def test_routes_of_a_model_without_experts_are_not_replayed(model):
+    said = model_refusal(model, "trainer.routing_replay=true")
+    assert "LlamaForCausalLM has no experts; set trainer.routing_replay=false" in said
+
+
+def test_routes_that_cannot_be_replayed_are_refused_by_the_class_that_chooses(model):
+    change(
+        model / "config.json",
+        architectures=["PhimoeForCausalLM"],
+        model_type="phimoe",
+        num_local_experts=4,
+    )
+    said = model_refusal(model, "trainer.routing_replay=true")
+    assert "chooses experts in PhimoeSparseMoeBlock otherwise than by one topk" in said
+
+
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4}
 
 
@@ -120,10 +136,29 @@ def test_a_file_that_cannot_be_used_is_named(model, name, spoilt, said):
 def test_a_family_whose_weights_vllm_is_not_sent_is_refused(model, monkeypatch):
     monkeypatch.setattr(vllm_engine, "vllm_problem", lambda: None)  # as if it were installed
     change(model / "config.json", architectures=["GPTNeoXForCausalLM"], hidden_act="gelu")
-    change(model / "config.json", attention_bias=True, model_type="gpt_neox", layer_norm_eps=1e-6)
+    change(model / "config.json", model_type="gpt_neox")
     message = model_refusal(model, "generator=vllm")
     assert "GPTNeoXForCausalLM" in message
-    assert "because vLLM lays its tensors out differently; generator=native" in message
+    assert "its tensors on disk are cut otherwise" in message
+
+
+@pytest.mark.parametrize(
+    "section, given",
+    [
+        ("trainer", ("placement.trainer=[0,1]",)),
+        ("generator", ("placement.generator=[1,2]", "generator.quantize=none")),
+        ("reference", ("reference=frozen", "loss.kl_coef=0.1", "placement.reference=[1,2]")),
+        ("reward", ("reward=model", "reward.path=MODEL", "placement.reward=[1,2]")),
+    ],
+)
+def test_ranks_that_cannot_share_transformers_modules_are_refused(model, section, given):
+    change(model / "config.json", architectures=["GPT2LMHeadModel"], model_type="gpt2")
+    words = [word.replace("MODEL", str(model)) for word in given]
+    key = f"{section}.tensor_parallel"
+    said = complaint(f"model.path={model}", "model=hf", *words, f"{key}=2", ranks=3)
+    assert f"{key}=2" in said
+    assert "2 ranks cannot share its layers: transformers has no plan for it" in said
+    assert f"set {key}=1" in said and ("by FSDP" in said) == (section == "trainer")
 
 
 # --- The value model ---

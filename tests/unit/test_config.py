@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from hydra import initialize_config_dir
+from hydra._internal.config_repository import ConfigRepository
 from omegaconf import OmegaConf
 
 from llamarl.config.command_line import (
@@ -35,6 +36,7 @@ from llamarl.config.conversion import (
 from llamarl.config.placement import TINY_MODEL
 from llamarl.config.sections.loss import LOSS_OPTIONS, declares
 from llamarl.config.supervised import SFT
+from tests.build import composing
 from tests.build.composing import compose, quick_compose
 from tests.build.model_directory import copy_tiny
 from tests.build.user_module import write_modules
@@ -126,10 +128,11 @@ def test_the_wordings_are_those_of_the_refused_lines_and_show_no_key():
         ("generator.max_slots=4", "generator={max_slots: 8}", "buffer=replay", "max_lag=2"),
     ],
 )
-def test_tests_compose_what_hydra_composes(words):
+def test_tests_compose_what_hydra_composes(words, monkeypatch):
     words = check_command_line([*words])  # as Hydra is given them
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         ours = quick_compose("config", words, return_hydra_config=True)
+        monkeypatch.setattr(ConfigRepository, "load_config", composing.load_config)
         hydras = compose("config", words, return_hydra_config=True)
     assert ours.hydra.runtime.choices == hydras.hydra.runtime.choices
     del ours.hydra, hydras.hydra
@@ -161,6 +164,7 @@ def test_every_choice_of_every_group_fits_the_schema_and_has_the_name_of_its_kin
         "mixture": ["task.parts={a: {kind: addition}}"],
         "environment": played if group == "task" else ["task=environment", *played],
         "adapters_off": ["trainer.lora.rank=4"],
+        "torchtune": ["model.builder=m.f"],
         "rows": [f"task.path={tmp_path / 'config.json'}"],
     }
     for file in (CONF_DIR / group).glob("*.yaml"):

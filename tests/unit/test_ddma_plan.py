@@ -30,8 +30,7 @@ from llamarl.models.sharding import (
 )
 from tests.build.model_config import model_config
 
-ARCHITECTURES = [f"{name}ForCausalLM" for name in ("Llama", "Qwen3", "GPTNeoX")]
-ARCHITECTURES += ["GPT2LMHeadModel"]
+ARCHITECTURES = [f"{name}ForCausalLM" for name in ("Llama", "Qwen3")]
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 LLAMA_405B = model_config(
     vocab_size=128256,

@@ -14,7 +14,7 @@ from llamarl.inference.decode import NativeDecode
 from llamarl.models.build import build_decoder, random_weights, read_config
 from llamarl.models.config import tiny_directory
 
-pytestmark = pytest.mark.machine
+pytestmark = [pytest.mark.machine, pytest.mark.usefixtures("threads_of_machine")]
 
 MAX_LEN = 32
 ROWS = 70  # two tiles of rows and more than one block

@@ -16,7 +16,7 @@ from llamarl.models.config import tiny_directory
 from llamarl.models.loading import training_decoder
 from tests.house import ROOT, python_files
 
-pytestmark = [pytest.mark.machine, pytest.mark.usefixtures("process_state")]
+pytestmark = [pytest.mark.machine, pytest.mark.usefixtures("threads_of_machine")]
 
 EXACT_ERROR, BFLOAT16_ERROR = 2e-7, 2e-3
 

@@ -76,7 +76,10 @@ MANY_HEADS = {"head_dim": None, "num_attention_heads": 384, "num_key_value_heads
         ({"rope_theta": math.inf}, "rope_theta=inf: need a finite number"),
         ({"rope_parameters": {"rope_theta": -1.0}}, "rope_parameters.rope_theta=-1.0: need"),
         ({"rope_scaling": {"type": "linear", "factor": math.nan}}, "no finite numbers"),
-        ({"rope_parameters": {"partial_rotary_factor": 2.0}}, "need a share of a head's features"),
+        (
+            {"rope_parameters": {"partial_rotary_factor": 2.0}},
+            "heads of this family are turned whole",
+        ),
         (
             {"model_type": "bloom", "architectures": BLOOM, "n_layer": 10**7},
             "n_layer=10000000: need",

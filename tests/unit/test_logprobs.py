@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import llamarl.learning.logprobs as module
 from llamarl.learning.logprobs import chunked_logprobs, make_head
 
-pytestmark = pytest.mark.machine
+pytestmark = [pytest.mark.machine, pytest.mark.usefixtures("threads_of_machine")]
 
 FP32_TOLERANCE = 3e-6  # nats; logits of order 10 carry float32 rounding of 1e-6
 # KEEP_LOGITS, KEEP_BYTES

@@ -32,7 +32,7 @@ from llamarl.learning.sft import conversation_pair, read_pairs, read_sft_data
 from llamarl.learning.supervised import ExampleOrder, SupervisedSettings, SupervisedUpdate
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder, random_weights
-from llamarl.models.config import read_config, tiny_directory
+from llamarl.models.config import as_scorer, read_config, tiny_directory
 from llamarl.models.hf import load_tokenizer
 from llamarl.models.scorer import scores_at
 from tests.build.model_directory import copy_tiny
@@ -40,7 +40,7 @@ from tests.supervised import task_of, update_that_keeps_weights
 from tests.tolerances import rounding
 
 CPU = torch.device("cpu")
-CONFIG = read_config(tiny_directory()).as_scorer()
+CONFIG = as_scorer(read_config(tiny_directory()))
 SCORES = rounding(terms=CONFIG.hidden_size, depth=2 * CONFIG.num_hidden_layers)
 
 
@@ -469,6 +469,9 @@ BAD = {
     '"messages" must be a list': {"messages": "hello"},
     '"messages", message 2: need {"role": ..., "content": text}': {
         "messages": [ONE, {"role": "assistant"}]
+    },
+    '"messages", message 1: its content is a list of parts': {
+        "messages": [{"role": "user", "content": [{"type": "image"}]}, SAID[0]]
     },
     "message 1 has role 'human'; there is system, user": {
         "messages": [{"role": "human", "content": "1"}, SAID[0]]

@@ -15,6 +15,7 @@ from llamarl.learning.update import StepAborted
 from llamarl.learning.values import CriticSettings, OwnCritic, SharedCritic, value_head
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder
+from llamarl.models.config import as_scorer
 from tests.updating import (
     NAN,
     SETTINGS,
@@ -47,7 +48,7 @@ def shared_critic(settings=PPO, optimizer=torch.optim.SGD):
 
 def own_critic(settings=OWN, optimizer=torch.optim.SGD):
     """A scorer with one label, of other weights than the policy's."""
-    trunk = build_decoder(decoder_of().config.as_scorer(), device="cpu")
+    trunk = build_decoder(as_scorer(decoder_of().config), device="cpu")
     random = torch.Generator().manual_seed(8)
     for parameter in trunk.parameters():
         parameter.data = torch.randn(parameter.shape, generator=random) * 0.3

@@ -1,4 +1,4 @@
-"""The keys of a run that are in no section, the sections `model`, `checkpoint` and `metrics`, and
+"""The keys of a run that are in no section, the sections `checkpoint` and `metrics`, and
 what cannot go together among them.
 """
 
@@ -18,7 +18,6 @@ from llamarl.words.fields import (
     Count,
     Flag,
     Natural,
-    Options,
     Positive,
     Seed,
     Whole,
@@ -172,18 +171,6 @@ def find_run(run: RunSettings, num_started: int, found: Findings) -> None:
             "offload",
             "max_lag",
         )
-
-
-@settings_dataclass
-class ModelSettings:
-    path: AnyText | None = marked("data")
-    """Directory of the model that training starts from, which chooses conf/model/hf.yaml; null:
-    the tiny model that comes with the package.
-    """
-    dtype: Literal["float32", "bfloat16"] = marked("answers")
-    """Type of the weights that the generators compute with."""
-    template_options: Options = marked("data", "answers")
-    """Variables of the chat template: model.template_options.enable_thinking=false."""
 
 
 @settings_dataclass

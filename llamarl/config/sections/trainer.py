@@ -122,6 +122,10 @@ class TrainerSettings(ShardedTrainerSettings):
     """
     filter_groups: Flag
     """Leave out groups of equal rewards, so that no mean or deviation counts them (Magistral)."""
+    routing_replay: Flag
+    """In a mixture of experts the trainer takes the experts by which each token was sampled, and
+    weighs them by its own router (R3, arXiv 2510.11370).
+    """
     minibatches_per_step: Count
     """N, the minibatches of whole groups that a batch is cut into, with one optimizer update
     each (Async RLHF).
@@ -171,6 +175,13 @@ def find_trainer(
     _find_advantages(trainer, run, found, loss=loss)
     _find_critic(trainer, found)
     _find_adapters(trainer, found, generator_kind=generator_kind)
+    if trainer.routing_replay and generator_kind == "vllm":
+        found.add(
+            "vLLM does not say which experts sampled a token; generator=native, or "
+            "trainer.routing_replay=false",
+            "trainer.routing_replay",
+            "generator.kind",
+        )
 
 
 def _find_optimizer(trainer: TrainerSettings, run: RunSettings, found: Findings) -> None:
