@@ -81,13 +81,15 @@ def dialogues(log, monkeypatch, **sizes):
     return Answered(native(log, monkeypatch, **sizes), make)
 
 
-def over_stand_in(log, monkeypatch, config, tensors, **sizes):
-    """vLLM's engine over a worker that counts instead of sampling; `log` is what it was told."""
+def over_stand_in(log, monkeypatch, config, tensors, path=None, **sizes):
+    """vLLM's engine over a worker that counts instead of sampling; `log` is what it was told.
+    path: of the model's directory.
+    """
     monkeypatch.setattr(vllm_engine, "vllm_problem", lambda: None)
     monkeypatch.setattr(vllm_engine, "WORKER", STAND_IN)
     monkeypatch.setenv("FAKE_LOG", str(log))
     parameters = [(name, nn.Parameter(tensor)) for name, tensor in tensors.items()]
-    where = {"model_path": tiny_directory(), "gpu_memory_utilization": 0.5}
+    where = {"model_path": path or tiny_directory(), "gpu_memory_utilization": 0.5}
     return VLLMEngine(config, parameters, **where, **sizes)
 
 

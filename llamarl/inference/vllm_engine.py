@@ -42,6 +42,7 @@ from llamarl.inference.sampler import SamplingParams, sample_keys
 from llamarl.inference.slots import SlotEngine
 from llamarl.inference.stop_strings import Decode
 from llamarl.models.config import ModelConfig
+from llamarl.models.hf import buffers_in, stored_form
 from llamarl.models.peft import save_adapter
 from llamarl.models.shape import Lora
 from llamarl.models.sharding import aligned, num_parameters
@@ -217,14 +218,18 @@ class VLLMEngine(SlotEngine):
         self._absent_ids = [] if absent_rows is None else absent_rows.tolist()
         self._lora = config.lora
         self._model_path = model_path
-        self._named = dict(parameters)
-        self._parameters = [parameter for _, parameter in parameters]
+        self._named: dict[str, Tensor] = dict(parameters)
+        self._form = None
+        if config.lora is None:  # otherwise vLLM reads the directory itself
+            self._named |= buffers_in(model_path, config)
+            self._form = stored_form(model_path, config)
+        stored = self._stored()
         self._running: dict[str, _Growing] = {}  # by the name that vLLM knows it under
         self._names = map(str, itertools.count())
         self._dropped: list[str] = []  # vLLM still runs these
-        sizes = [aligned(parameter.nbytes) for parameter in self._parameters]
+        sizes = [aligned(tensor.nbytes) for _, tensor in stored]
         num_bytes = sum(sizes)
-        dtype = self._parameters[0].dtype
+        dtype = parameters[0][1].dtype
         if device.type == "cuda":
             memory_bytes = torch.cuda.get_device_properties(device).total_memory
         else:
@@ -261,12 +266,11 @@ class VLLMEngine(SlotEngine):
             flat = map_shared(memory, num_bytes)
             self._shared = []
             tensors = []  # as the worker is told of them
-            for (name, parameter), part in zip(parameters, flat.split(sizes)):
-                dtype, shape = parameter.dtype, parameter.shape
-                held = part[: parameter.nbytes]
-                self._shared.append(held.view(dtype).view(shape))
+            for (name, tensor), part in zip(stored, flat.split(sizes)):
+                held = part[: tensor.nbytes]
+                self._shared.append(held.view(tensor.dtype).view(tensor.shape))
                 start = held.storage_offset()
-                tensors.append((name, _name_of(dtype), list(shape), start))
+                tensors.append((name, _name_of(tensor.dtype), list(tensor.shape), start))
             self._ask("begin", engine=options, memory=path_of(memory), tensors=tensors)
         finally:
             os.close(memory)
@@ -360,10 +364,15 @@ class VLLMEngine(SlotEngine):
         self._dropped = []
         self.policy_version = version
 
+    def _stored(self) -> list[tuple[str, Tensor]]:
+        """Return the tensors from which vLLM is to sample, as a directory calls and cuts them."""
+        named = self._named.items()
+        return list(named if self._form is None else self._form.tensors(named))
+
     def _load(self, abort: list[str]) -> None:
         """Hand vLLM the parameters as they are now."""
         if self._lora is None:
-            torch._foreach_copy_(self._shared, tuple(self._parameters))
+            torch._foreach_copy_(self._shared, tuple(tensor for _, tensor in self._stored()))
             self._ask("load", abort=abort)
             return
         with tempfile.TemporaryDirectory(prefix="llamarl-adapter-") as directory:

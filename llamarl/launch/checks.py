@@ -19,7 +19,7 @@ from llamarl.launch.scorers import gold_kind, reward_kinds
 from llamarl.models.build import build_decoder
 from llamarl.models.config import ModelConfig, as_scorer, read_config
 from llamarl.models.given import read_model
-from llamarl.models.hf import absent_ids, is_as_named
+from llamarl.models.hf import absent_ids
 from llamarl.models.peft import check_adapter
 from llamarl.models.quantize import quantize_decoder
 from llamarl.models.scorer import SCORE
@@ -114,16 +114,10 @@ def _check_model(inputs: JobInputs, model: ModelConfig) -> None:
 
 def _check_transformers_model(inputs: JobInputs, model: ModelConfig) -> None:
     """Check that nothing is asked of a model which only our own modules do."""
-    c = inputs.config
-    what = (
-        f"{inputs.model_path / 'config.json'}: transformers' modules compute {model.architecture}"
-    )
-    if c.generator.quantize != "none":
-        raise ValueError(f"{what}, and they are not quantised: set generator.quantize=none")
-    if c.generator.kind == "vllm" and not is_as_named(inputs.model_path, model):
+    if inputs.config.generator.quantize != "none":
         raise ValueError(
-            f"{what}, and its tensors on disk are cut otherwise than its parameters, by which vLLM "
-            "does not know them: generator=native"
+            f"{inputs.model_path / 'config.json'}: transformers' modules compute "
+            f"{model.architecture}, and they are not quantised: set generator.quantize=none"
         )
 
 

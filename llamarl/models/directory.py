@@ -22,6 +22,10 @@ from llamarl.errors import NoWeights
 NAMED_TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja
 # Where there is no tokenizer.json: what a tokenizer is made of.
 _VOCABULARIES = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "added_tokens.json")
+# Dtypes, as safetensors calls them. Integers would be taken for the numbers themselves, without the
+# scales that they are multiples of.
+FLOATING = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+NEED_FLOATING = f"need one of {', '.join(FLOATING)}"
 _OF_ITS_LAST_USE = ("padding", "truncation")  # what transformers notes in tokenizer.json
 _MOST_BYTES = 1 << 15  # of a row
 

@@ -20,14 +20,21 @@ from torch import Tensor, nn
 
 from llamarl.errors import BadWeights
 from llamarl.models.config import ModelConfig, oversized, read_config
-from llamarl.models.directory import NAMED_TEMPLATES, SafetensorsDir, check_files, read_json
+from llamarl.models.directory import (
+    FLOATING,
+    NAMED_TEMPLATES,
+    NEED_FLOATING,
+    SafetensorsDir,
+    check_files,
+    read_json,
+)
 from llamarl.models.fsdp import held_box, local
 from llamarl.models.protocol import LanguageModel, Model
 from llamarl.models.shape import HEADS
 from llamarl.models.sharding import Box, Shape, parameter_shapes
 
 if TYPE_CHECKING:
-    from llamarl.models.transformers_config import ConvertedWeights
+    from llamarl.models.converted import ConvertedWeights, StoredForm
 
     Weights: TypeAlias = SafetensorsDir | ConvertedWeights
 
@@ -68,10 +75,6 @@ _MADE_ANEW = (
     ".attention.bias",
     ".attention.masked_bias",
 )
-# Dtypes, as safetensors calls them. Integers would be taken for the numbers themselves, without the
-# scales that they are multiples of.
-_FLOATING = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
-_NEED_FLOATING = f"need one of {', '.join(_FLOATING)}"
 _IDS = ("position_ids", "token_type_ids")  # ends of names: what older encoders keep of their inputs
 _LAYER = re.compile(r"(?<=layers\.)\d+")
 _COPIED = (
@@ -141,8 +144,8 @@ def check_weights(
             dtype = tensor.get_dtype()
             if shape != shapes[name]:
                 problems.append(f"{name}: shape {shape}, the config says {shapes[name]}")
-            elif dtype not in _FLOATING:
-                problems.append(f"{name}: {dtype}, {_NEED_FLOATING}")
+            elif dtype not in FLOATING:
+                problems.append(f"{name}: {dtype}, {NEED_FLOATING}")
         elif not name.endswith(_MADE_ANEW):
             problems.append(f"{name}: not in this architecture")
     if problems:
@@ -162,8 +165,8 @@ def check_encoder_directory(path: Path) -> None:
         raise ValueError(f"{file}: {problem}")
     for name, opened in SafetensorsDir(path).file_of.items():
         dtype = opened.get_slice(name).get_dtype()
-        if dtype not in _FLOATING and not name.endswith(_IDS):
-            raise ValueError(f"{path}: {name}: {dtype}, {_NEED_FLOATING}")
+        if dtype not in FLOATING and not name.endswith(_IDS):
+            raise ValueError(f"{path}: {name}: {dtype}, {NEED_FLOATING}")
 
 
 def weights_of(path: str | Path, config: ModelConfig, *, may_lack: Collection[str] = ()) -> Weights:
@@ -171,7 +174,7 @@ def weights_of(path: str | Path, config: ModelConfig, *, may_lack: Collection[st
     check_weights for errors.
     """
     if not is_as_named(path, config, may_lack=may_lack):
-        from llamarl.models.transformers_config import ConvertedWeights
+        from llamarl.models.converted import ConvertedWeights
 
         return ConvertedWeights(Path(path), config, may_lack=may_lack)
     source = SafetensorsDir(path)
@@ -249,19 +252,34 @@ def load_weights(
     return decoder
 
 
-@torch.no_grad()
-def load_buffers(decoder: LanguageModel, path: str | Path, source: Weights | None = None) -> None:
-    """Fill the buffers that a directory holds. No update changes them, so they do not travel with
+def buffers_in(
+    path: str | Path, config: ModelConfig, source: Weights | None = None
+) -> dict[str, Tensor]:
+    """Return the buffers that a directory holds. No update changes them, so they do not travel with
     versions of the weights. source: the directory's opened weights.
     """
-    names = dict(decoder.config.buffers)
-    if not names:
-        return
-    source = source or weights_of(path, decoder.config)
+    if not config.buffers:
+        return {}
+    source = source or weights_of(path, config)
+    return {name: source.get_slice(name)[...] for name, _ in config.buffers}
+
+
+@torch.no_grad()
+def load_buffers(decoder: LanguageModel, path: str | Path, source: Weights | None = None) -> None:
+    """Fill the buffers that a directory holds. source: as of buffers_in."""
+    stored = buffers_in(path, decoder.config, source)
     for name, buffer in decoder.named_buffers():
-        stored = name.removeprefix(_SEAT)
-        if stored in names:
-            buffer.copy_(source.get_slice(stored)[...])
+        if name.removeprefix(_SEAT) in stored:
+            buffer.copy_(stored[name.removeprefix(_SEAT)])
+
+
+def stored_form(path: str | Path, config: ModelConfig) -> StoredForm | None:
+    """Return how a directory calls and cuts its tensors; None if as the decoder's parameters."""
+    if is_as_named(path, config):
+        return None
+    from llamarl.models.converted import StoredForm
+
+    return StoredForm(config)
 
 
 def check_finite(name: str, tensor: Tensor, path: Path) -> None:
@@ -296,11 +314,10 @@ def export(
         source = weights_of(like, config)
         kept = [(name, source.get_slice(name)[...]) for name, _ in others]
         named_tensors = itertools.chain(named_tensors, kept)
-    if not is_as_named(like, config):
-        from llamarl.models.transformers_config import as_stored
-
-        whole = {name: tensor.detach().to("cpu", dtype) for name, tensor in named_tensors}
-        named_tensors = as_stored(whole, config).items()
+    form = stored_form(like, config)
+    if form is not None:
+        rounded = ((name, tensor.detach().to("cpu", dtype)) for name, tensor in named_tensors)
+        named_tensors = form.tensors(rounded)
     _write_shards(named_tensors, out, dtype)
     for name in _COPIED:
         if (like / name).is_file():

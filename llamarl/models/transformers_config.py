@@ -1,5 +1,5 @@
-"""What transformers knows of a model directory: its model without memory, the ModelConfig of one,
-and weights whose tensors are cut otherwise on disk.
+"""What transformers knows of a model directory: its model without memory, and the ModelConfig of
+one.
 """
 
 from __future__ import annotations
@@ -90,12 +90,12 @@ def transformers_model(fields: str, dtype: torch.dtype) -> Any:
     language model, or one that scores sequences. A tied head is left out, because the embedding is
     its weight, and so is what reads images or sounds.
     """
-    made = _whole_model(fields, dtype)
+    made = whole_model(fields, dtype)
     _leave_out_other_parts(made)
     return made
 
 
-def _whole_model(fields: str, dtype: torch.dtype) -> Any:
+def whole_model(fields: str, dtype: torch.dtype) -> Any:
     """Return transformers' model with the parts that are no decoder."""
     raw = json.loads(fields)
     config = AutoConfig.for_model(**raw)
@@ -161,7 +161,7 @@ def _config_of(fields: str) -> ModelConfig:
     raw = json.loads(fields)
     architecture = (raw.get("architectures") or ["(none)"])[0]
     try:
-        model = _whole_model(fields, torch.float32)
+        model = whole_model(fields, torch.float32)
     except Exception as error:  # each class of transformers has checks of its own
         what = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ValueError(f"{architecture}: transformers makes no decoder of it ({what})") from error
@@ -339,54 +339,3 @@ def _are_alike(experts: Any) -> bool:
     return hasattr(experts, "_is_expert_parallel") and all(
         "." not in name and len(parameter) == experts.num_experts for name, parameter in named
     )
-
-
-# --- Weights ---
-
-
-class ConvertedWeights:
-    """The weights of a directory whose tensors are not called, or cut, as transformers' parameters
-    are: transformers reads them all, into host memory. It has what SafetensorsDir has of them.
-
-    may_lack: names that need not be there.
-    """
-
-    def __init__(self, path: Path, config: ModelConfig, *, may_lack: Collection[str] = ()):
-        self.path = path
-        raw = json.loads(config.fields)
-        read: Any = _kind_of(raw).from_pretrained(
-            path,
-            config=AutoConfig.for_model(**raw),
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            dtype="auto",
-            output_loading_info=True,
-        )
-        model, report = read
-        absent = set(report["missing_keys"])
-        others = report["unexpected_keys"]
-        if config.labels:  # it may begin as a language model, whose head it does without
-            others = [name for name in others if not name.endswith(HEADS)]
-        problems = [f"{name}: absent" for name in absent.difference(may_lack)]
-        problems += [f"{name}: not in this architecture" for name in others]
-        problems += [f"{name}: another shape" for name in report["mismatched_keys"]]
-        if problems:
-            listed = "\n  ".join(sorted(problems)[:20])
-            raise ValueError(f"{path}: weights do not fit config.json:\n  {listed}")
-        wanted = dict(config.shapes + config.buffers + config.carried)
-        held = model.state_dict()
-        self.file_of = {name: held[name] for name in wanted if name not in absent}
-
-    def get_slice(self, name: str) -> Tensor:
-        """Return a tensor."""
-        return self.file_of[name]
-
-
-def as_stored(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Return the tensors of a directory of this family, by transformers' names for its parameters
-    and their shapes.
-    """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return revert_weight_conversion(transformers_model(config.fields, torch.float32), tensors)
