@@ -1,4 +1,5 @@
-"""Our own modules against transformers' for the same model: training and decoding, in one run.
+"""Our own modules against transformers' for the same model: training, what it holds for backward,
+and decoding, in one run.
 
     python benchmarks/implementations.py [--repeats 5] [--dtype float32] [--small] [--json FILE]
 
@@ -6,7 +7,7 @@ The model is random, with SmolLM2-135M's layers (30, hidden 576) and the tiny mo
 Training is a trainer's step on a microbatch of 512 packed tokens, as in train.py. Decoding is 8
 rows of 32 prompt tokens that sample 64 each. Contestants take turns within each repeat, on one
 thread, in CPU seconds, so that other work on the machine changes little. Printed: seconds of both,
-and the ratio's median and range.
+the ratio's median and range, and the bytes that a forward pass of such a microbatch holds.
 """
 
 from __future__ import annotations
@@ -75,6 +76,31 @@ def decoding(model: Path, dtype: str, made_by: str, tokens: int) -> Callable[[],
     return run
 
 
+def held_bytes(model: Path, dtype: str, made_by: str) -> int:
+    """Return the bytes of tensors that a forward pass of 512 tokens holds for backward, beside the
+    weights.
+    """
+    from llamarl.models.attention import PackedAttention
+    from llamarl.models.build import build_decoder, read_config
+    from llamarl.models.hf import load_weights
+
+    config = read_config(model, made_by)
+    decoder = load_weights(build_decoder(config, dtype=getattr(torch, dtype)), model).train()
+    weights = {p.untyped_storage().data_ptr() for p in decoder.parameters()}
+    held = {}
+
+    def hold(tensor: torch.Tensor) -> torch.Tensor:
+        held[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    places_L = torch.arange(128)
+    ids_T = (places_L % TINY_CONFIG["vocab_size"]).repeat(4)
+    attention = PackedAttention(torch.arange(0, 513, 128))
+    with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
+        decoder(ids_T, places_L.repeat(4), attention, lambda h_TD, weight_VD: h_TD.sum())
+    return sum(held[at].untyped_storage().nbytes() for at in held.keys() - weights)
+
+
 def in_turns(works: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
     """Return CPU seconds of each work, which take turns. Each runs once before."""
     spent: dict[str, list[float]] = {name: [] for name in works}
@@ -116,6 +142,11 @@ def main() -> None:
             shown = ", ".join(f"{n} {statistics.median(s):.2f} s" for n, s in spent.items())
             between = f"{min(ratios):.2f} to {max(ratios):.2f}"
             print(f"{what}  {shown}: transformers' takes {ratio:.2f} x ({between})")
+        held = {made_by: held_bytes(model, args.dtype, made_by) for made_by in MADE_BY}
+        ratio = held["transformers"] / held["native"]
+        result["held"] = held | {"ratio": ratio}
+        shown = ", ".join(f"{n} {count / 2**20:.1f} MiB" for n, count in held.items())
+        print(f"held for backward  {shown}: transformers' hold {ratio:.2f} x")
     print(f"one thread, {args.dtype}, machine {result['machine']}")
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,5 +1,6 @@
 """Two tensor-parallel ranks compute with transformers' modules what one rank computes: logits,
-completions, gradients, adapters; and hold only their part. For each family that can be split.
+completions, gradients, adapters, given routes, scores; and hold only their part. For each family
+that can be split.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from llamarl.inference import Engine, SamplingParams, generate
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.fsdp import held_box
 from llamarl.models.hf import load_weights, named_parameters_hf
+from llamarl.models.loading import load_scorer
 from llamarl.models.lora import adapters_of
 from llamarl.models.shape import Lora
 from llamarl.models.sharding import (
@@ -52,6 +54,7 @@ SPLIT = [family for family in FAMILIES if family not in UNSPLIT]
 # attention, experts beside split attention.
 FAST = ("gemma3_text", "gpt_oss", "olmo3", "qwen3_moe")
 EACH = [pytest.param(f, marks=() if f in FAST else pytest.mark.slow) for f in SPLIT]
+CPU = torch.device("cpu")
 SIZE = 2
 DEADLINE_S = 200
 LOGITS = rounding(terms=48, depth=2 * 2 * 4, size=10.0)
@@ -74,7 +77,11 @@ def gradients_of(decoder) -> dict[str, torch.Tensor]:
     def loss_of(h_TD, weight_VD):
         return F.cross_entropy(decoder.project(h_TD, weight_VD), labels)
 
-    logits_of(decoder, loss_of).backward()
+    loss = logits_of(decoder, loss_of)
+    if decoder.routing:
+        balance = decoder.routing.balance_loss()
+        loss = loss if balance is None else loss + balance
+    loss.backward()
     named = named_parameters_hf(decoder)
     return {name: p.grad for name, p in named if p.grad is not None}
 
@@ -90,6 +97,20 @@ def completions_of(decoder) -> dict[str, torch.Tensor]:
         logits = [full_forward_logits(decoder, c) for c in found]
         made["margins"] = torch.cat([margins_of(one) for one in logits])
     return made
+
+
+def routed(decoder) -> dict[str, torch.Tensor]:
+    """Logits by random routes."""
+    routing = decoder.routing
+    if routing is None:
+        return {}
+    shape = (sum(map(len, sequences())), len(routing.routers), routing.num_experts)
+    scores_TME = torch.rand(shape, generator=torch.Generator().manual_seed(4))
+    routing.replays = True
+    routes_TMK = scores_TME.topk(routing.taken.shape[2]).indices + 1
+    logits = packed(decoder, sequences(), routes=routes_TMK).detach()
+    routing.replays = False
+    return {"routed logits": logits, "routes": routing.taken}
 
 
 def adapted(path, tp):
@@ -109,6 +130,7 @@ def compute(path: Path, tp: TensorParallel | None) -> dict[str, torch.Tensor]:
     decoder = load_weights(build_decoder(read(path), tensor_parallel=tp), path)
     made = {f"weight/{name}": p.detach().clone() for name, p in named_parameters_hf(decoder)}
     made["logits"] = logits_of(decoder).detach()
+    made |= routed(decoder)
     made |= {f"gradient/{name}": grad for name, grad in gradients_of(decoder).items()}
     made |= completions_of(decoder.requires_grad_(False).eval())
     decoder = adapted(path, tp)
@@ -130,7 +152,10 @@ def computed(tmp_path_factory, pool):
     @functools.cache
     def of(family):
         path = tmp_path_factory.mktemp(family)
-        save_drawn(AutoModelForCausalLM.from_config(config_of(family)), path)
+        config = config_of(family)
+        config.output_router_logits = True
+        config.router_aux_loss_coef = 0.5
+        save_drawn(AutoModelForCausalLM.from_config(config), path)
         pool.call(__file__, "compute_on_ranks", ranks=SIZE, timeout_s=DEADLINE_S, path=str(path))
         ranks = [load_file(path / f"rank{rank}.out") for rank in range(SIZE)]
         return read(path), compute(path, None), ranks
@@ -150,7 +175,7 @@ def test_two_ranks_compute_what_one_does(computed, family):
     for rank, made in enumerate(ranks):
         assert made.keys() == one.keys() - {"margins"}
         assert torch.equal(made["logits"], ranks[0]["logits"]), "the same bits"
-        for name in ("logits", "adapted logits"):
+        for name in made.keys() & {"logits", "adapted logits", "routed logits"}:
             size = max(1, one[name].std())
             assert (made[name] - one[name]).abs().max() <= LOGITS * size, name
         for name in names:
@@ -161,6 +186,9 @@ def test_two_ranks_compute_what_one_does(computed, family):
             limit = 0 if part == "weight" else GRADIENTS * largest[part]
             assert made[name].shape == wanted.shape, name
             assert (made[name] - wanted).abs().max() <= limit, f"{name} on rank {rank}"
+        if "routes" in one:
+            assert torch.equal(made["routes"], one["routes"])
+            assert (one["routed logits"] - one["logits"]).abs().max() > 100 * LOGITS
         assert torch.equal(made["tokens"], ranks[0]["tokens"]), "all ranks sample the same"
         assert torch.equal(made["logprobs"], ranks[0]["logprobs"])
     assert_same_greedy(ranks[0]["tokens"], one["tokens"], one["margins"], LOGITS)
@@ -171,6 +199,34 @@ def test_two_ranks_compute_what_one_does(computed, family):
     assert bool(experts) == ("num_experts_per_tok" in FAMILIES[family])
     for name in shared:
         assert ranks[0][name].numel() * SIZE == one[name].numel(), name
+
+
+def scores_of(path: Path, tp: TensorParallel | None) -> torch.Tensor:
+    scorer = load_scorer(path, device=CPU, dtype=torch.float32, tensor_parallel=tp)
+    with torch.no_grad():
+        return logits_of(scorer)
+
+
+def score_on_ranks(rank: int, path: str) -> None:
+    """What one rank of the pool runs."""
+    group = dist.new_group(list(range(SIZE)))
+    scores = scores_of(Path(path), TensorParallel(rank, SIZE, group))
+    save_file({"scores": scores}, f"{path}/rank{rank}.out")
+
+
+def test_two_ranks_score_as_one_does(tmp_path, pool):
+    config = config_of("gemma2")
+    config.num_labels = 3
+    theirs = save_drawn(AutoModelForSequenceClassification.from_config(config), tmp_path)
+    pool.call(__file__, "score_on_ranks", ranks=SIZE, timeout_s=DEADLINE_S, path=str(tmp_path))
+    wanted = scores_of(tmp_path, None)
+    with torch.no_grad():
+        lasts = [theirs(one[None]).logits[0] for one in sequences()]
+    ends = torch.tensor([len(one) for one in sequences()]).cumsum(0) - 1
+    assert (wanted[ends] - torch.stack(lasts)).abs().max() <= LOGITS
+    for rank in range(SIZE):
+        scores = load_file(tmp_path / f"rank{rank}.out")["scores"]
+        assert (scores - wanted).abs().max() <= LOGITS * max(1, wanted.std())
 
 
 def small(tmp_path, family, **fields) -> Path:
