@@ -18,8 +18,9 @@ FILES = (
     "tests.parity.test_transformers_models",
     "tests.parity.test_transformers_ranks",
     "tests.recipes.test_family_runs",
+    "tests.vllm.test_vllm_families",
 )
-COLUMNS = ("logits, files", "gradients", "adapters", "routes", "sampling", "a run", "split")
+COLUMNS = ("logits, files", "gradients", "adapters", "routes", "sampling", "a run", "split", "vLLM")
 
 
 def table() -> str:

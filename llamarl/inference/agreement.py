@@ -21,7 +21,7 @@ from llamarl.models.fsdp import reshard
 LENGTHS = (13, 20, 7)  # of the sequences, in tokens
 # Largest root mean square of the differences, in that of the logits around their mean.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
-TOLERANCE_LOW = 0.05  # of narrower dtypes
+TOLERANCE_LOW = 0.1  # of narrower dtypes, whose roundings in random models come to half of it
 
 
 @torch.no_grad()

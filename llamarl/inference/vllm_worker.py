@@ -19,7 +19,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence, Set
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,8 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.sampling_params import RequestOutputKind
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "embed_tokens.weight"  # the end of its name
+HEAD = "lm_head.weight"
 ADAPTER = 1  # vLLM's number of every version's adapters
 
 
@@ -83,6 +84,8 @@ class Worker:
         if adapter is None:
             weights = iter(self.weights.items())
             self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            if not torch.cuda.is_available():
+                self.engine.collective_rpc(_pack_experts)
         else:
             # Under one number, so that running samples go on with the new adapters.
             self.engine.add_lora(LoRARequest("policy", ADAPTER, adapter, load_inplace=True))
@@ -215,6 +218,14 @@ def _leave_unpacked(method: UnquantizedLinearMethod, layer: LinearBase) -> None:
     layer.cpu_linear = F.linear
 
 
+def _pack_experts(worker: Any) -> None:
+    """Lay experts out for vLLM's kernel on a CPU, which vLLM does for its first weights alone."""
+    for layer in worker.model_runner.get_model().modules():
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(layer)
+
+
 def _by_id(biases: dict[str, float] | None) -> dict[int, float] | None:
     """Return biases by token id, which is a text in JSON."""
     return None if biases is None else {int(name): bias for name, bias in biases.items()}
@@ -242,7 +253,9 @@ def _map_weights(
         weights[name] = part.view(dtype).view(shape)
     # On a CPU vLLM packs a tied head by itself: without a weight of its own it would stay the one
     # of an older version.
-    weights.setdefault(HEAD, weights[EMBEDDING])
+    embedding = next((name for name in weights if name.endswith(EMBEDDING)), None)
+    if embedding is not None:
+        weights.setdefault(HEAD, weights[embedding])
     return weights
 
 

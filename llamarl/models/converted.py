@@ -25,8 +25,6 @@ from transformers.core_model_loading import (
     Transpose,
     WeightConverter,
     WeightRenaming,
-    apply_converters,
-    apply_renamings,
     dot_natural_key,
     rename_source_key,
 )
@@ -260,10 +258,17 @@ class StoredForm:
         """Return the first name of what becomes of a parameter, and the converter's pattern that
         takes it.
         """
-        target, pattern = apply_converters(name, converters)
-        if pattern is None:
-            target = apply_renamings(name, self._renamings)
-        return target, pattern
+        for converter in converters:
+            target, pattern = converter.rename_source_key(name)
+            if pattern is not None:
+                return target, pattern
+        return self._with_stored_name(name), None
+
+    def _with_stored_name(self, name: str) -> str:
+        """Return what a directory calls a tensor."""
+        for renaming in self._renamings:
+            name, _ = renaming.rename_source_key(name)
+        return name
 
     def tensors(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the directory's tensors, of parameters that come by transformers' names. One is
@@ -279,5 +284,5 @@ class StoredForm:
                 if conversion.converter is None:
                     yield made, stored
                 else:
-                    yield apply_renamings(made, self._renamings), stored
+                    yield self._with_stored_name(made), stored
         assert not held, "all that are converted together come"
