@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ class _Conversion:
     @property
     def names(self) -> list[str]:
         """Names of what it takes."""
-        return [name for names in self.sources.values() for name in names]
+        return list(chain.from_iterable(self.sources.values()))
 
     @property
     def has_rows_of_experts(self) -> bool:
