@@ -63,11 +63,6 @@ OWN_VALUES = (
 )
 # Flags that name a file in other programs -> what to do here.
 OF_OTHER_PROGRAMS = {"--config-file": OWN_VALUES}
-# Names of methods that are a published loss with other options -> what to write.
-METHODS = {
-    "gspo": "loss=grpo loss.ratio_level=sequence_mean",
-    "dapo": "loss=grpo loss.normalize=tokens loss.clip_high=0.28",
-}
 BY_PATH = "model=hf"  # what a directory in model.path chooses, unless it holds the tiny model
 
 
@@ -348,8 +343,6 @@ def _read_override(
             name = point.partition("=")[2]
             if name not in members:
                 near = did_you_mean(name.lower(), members) if len(members) > 1 else ""
-                if key == "loss" and name.lower() in METHODS:
-                    near = f"; {name} is {METHODS[name.lower()]}"
                 return Problem(text, f"need {' or '.join(members)}{near}", (key,))
         folder = kind.groups.get(key, key)
         chosen = [point.replace(key, folder, 1) for point in [text, *points]]

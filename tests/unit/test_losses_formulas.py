@@ -80,7 +80,10 @@ HAND = [
     # min(r A, clip(r, 0.8, 1.2) A): 0.6 and 0.25 in y0; -0.5; 1.2; -1 and -1
     ("ppo", {}, -(0.6 + 0.25 - 0.5 + 1.2 - 2) / 6),
     ("grpo", {}, -((0.6 + 0.25) / 2 - 0.5 + 1.2 - 1) / 4),
-    ("grpo", {"normalize": "tokens", "clip_high": 0.28}, -(0.64 + 0.25 - 0.5 + 1.28 - 2) / 6),
+    ("dapo", {}, -(0.64 + 0.25 - 0.5 + 1.28 - 2) / 6),
+    ("bnpo", {}, -(0.6 + 0.25 - 0.5 + 1.2 - 2) / 6),
+    # the roots of the products: 1, 1, 4, 1, clipped to 1.0004 in y2
+    ("gspo", {}, -(0.5 - 0.5 + 1.0004 - 1) / 4),
     ("rloo", {}, LOG2 * (2 * 0.5 - 0.5 + 1 - 2) / 4),
     # log(pi/mu): 2 * 1/2 -> log 1 = 0, 0, log 4, 0
     ("copg", {}, -(2 * LOG2 * 1.0) / 4),
@@ -504,10 +507,12 @@ OURS = {
     "grpo": ("grpo", {}, {}),
     "grpo_clip_higher": ("grpo", {"clip_high": 0.28}, {}),
     "grpo_delta": ("grpo", {"ratio_cap": 1.5}, {}),
-    "gspo": ("grpo", {"ratio_level": "sequence_mean", "clip_low": 0.05, "clip_high": 0.05}, {}),
-    "dapo": ("grpo", {"normalize": "tokens"}, {}),
-    "dapo_kl": ("grpo", {"normalize": "tokens"}, {"kl_coef": 0.1}),
-    "dapo_entropy": ("grpo", {"normalize": "tokens"}, {"entropy_coef": 0.05}),
+    "gspo": ("gspo", {}, {}),
+    "gspo_wide": ("gspo", {"clip_low": 0.05, "clip_high": 0.05}, {}),
+    "dapo": ("dapo", {}, {}),
+    "dapo_kl": ("dapo", {}, {"kl_coef": 0.1}),
+    "dapo_entropy": ("dapo", {}, {"entropy_coef": 0.05}),
+    "bnpo": ("bnpo", {}, {}),
     "dr_grpo": ("ppo", {"normalize": "tokens"}, {}),  # and another denominator
     "cispo": ("cispo", {"ratio_cap": 1.2}, {}),
     "cispo_kl": ("cispo", {"ratio_cap": 1.2}, {"kl_coef": 0.1}),

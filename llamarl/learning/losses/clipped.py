@@ -1,6 +1,6 @@
 """The clipped surrogate of PPO, by token and of whole completions.
 
-Published as PPO, GRPO and Proximal RLOO: conf/loss has the values of each.
+Published as PPO, GRPO, GSPO, DAPO, BNPO and Proximal RLOO: conf/loss has the values of each.
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ def clipped(
     name           source                           ratio_level    mean of      A
     PPO            OPPO, eq. 2                      token          tokens       gae, or group_mean
     GRPO           DeepSeekMath, eq. 3; TRL "grpo"  token          completions  group_mean_std
-    GSPO           GSPO, eq. 7                      sequence_mean  completions  group_mean_std
-    DAPO           TRL "dapo"                       token          tokens       group_mean_std
+    GSPO           GSPO, eq. 5 and 7                sequence_mean  completions  group_mean_std
+    DAPO           DAPO, eq. 8; TRL "dapo"          token          tokens       group_mean_std
+    BNPO           TRL "bnpo"                       token          tokens       group_mean_std
     Magistral      Magistral, 2.1                   token          groups       group_mean, whitened
 
-    PPO's eps is 0.2; Magistral raises clip_high to 0.26 - 0.28, DAPO to 0.28. DeepSeekMath's KL
-    term is loss.kl_coef (k3), inside the same mean. Other knobs: see common.py. The defaults are
-    PPO's.
+    PPO's eps is 0.2; Magistral raises clip_high to 0.26 - 0.28, DAPO to 0.28; GSPO's are 3e-4
+    and 4e-4. DeepSeekMath's KL term is loss.kl_coef (k3), inside the same mean. Other knobs: see
+    common.py. The defaults are PPO's.
 
     metrics: ratio/sum, ratio/max, clip/low, clip/high (labels whose gradient the clip cuts),
     ratio/capped (labels of A < 0 above the cap), ratio/masked (labels outside the mask, where there
