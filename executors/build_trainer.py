@@ -159,6 +159,7 @@ def update_settings(config: Config, job: Job, loss_fn: Loss) -> UpdateSettings:
             whiten=t.whiten,
         ),
         filter_groups=t.filter_groups,
+        masks_truncated=t.mask_truncated_completions,
         recomputes_kv=config.generator.recompute_kv,
         late_ends=late_ends_of(config, job),
         replays_routes=t.routing_replay,

@@ -21,7 +21,7 @@ Shapes: G completions of a group, T their tokens end to end; C the tokens of all
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -91,8 +91,7 @@ def shape(groups: list[Group], shaping: Shaping) -> list[Rewards]:
     scores = own
     if shaping.missing_eos_penalty is not None:
         reasons = chain.from_iterable(g.finish_reasons for g in groups)
-        is_ended = [reason == "stop" for reason in reasons]
-        keeps_its_own = torch.tensor(is_ended, dtype=torch.bool) | ~trained
+        keeps_its_own = _ended(reasons) | ~trained
         scores = torch.where(keeps_its_own, scores, shaping.missing_eos_penalty)
     tokens = torch.zeros(len(completion_of), dtype=torch.float64)
     if shaping.reward_kl_coef > 0:
@@ -120,6 +119,18 @@ def shape(groups: list[Group], shaping: Shaping) -> list[Rewards]:
     tokens_by_group = tokens.float().split([g.token_ids.numel() for g in groups])
     pairs = zip(by_group, tokens_by_group, strict=True)
     return [Rewards(completions=own_N, tokens=own_C) for own_N, own_C in pairs]
+
+
+def without_truncated(group: Group) -> Group:
+    """Return the group with no loss on completions that were cut off. Their rewards count in its
+    mean all the same if its targets are made before, as TRL's mask_truncated_completions has it.
+    """
+    return replace(group, trained=group.trained & _ended(group.finish_reasons))
+
+
+def _ended(reasons: Iterable[str]) -> Tensor:
+    """Return [N] bool: which completions ended by themselves, from their finish reasons."""
+    return torch.tensor([reason == "stop" for reason in reasons], dtype=torch.bool)
 
 
 def whiten_rewards(

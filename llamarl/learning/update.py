@@ -53,7 +53,7 @@ from llamarl.learning.step_metrics import (
     metrics_of_loss,
     updates_row,
 )
-from llamarl.learning.targets import Shaping, Targets, make_targets, teaching
+from llamarl.learning.targets import Shaping, Targets, make_targets, teaching, without_truncated
 from llamarl.learning.values import Critic
 from llamarl.models.build import Decoder
 from llamarl.models.fsdp import drop_gradients, next_backward, reshard, tensor_groups
@@ -95,6 +95,7 @@ class UpdateSettings:
     updates_per_batch: int = 1
     shaping: Shaping = field(default_factory=Shaping)
     filter_groups: bool = False  # groups of equal rewards are taken, and left out of the update
+    masks_truncated: bool = False  # completions that were cut off have no loss
     recomputes_kv: bool = False  # the generator's; see FreshTokens
     late_ends: LateEnds | None = None  # what completions could not have when they were sampled
     replays_routes: bool = False  # each token takes the experts by which it was sampled
@@ -225,7 +226,10 @@ class PolicyUpdate:
             minibatches=cuts,
             ranks=self.ranks,
         )
-        minibatches = [self._packed(trained[cut], targets[cut]) for cut in cuts]
+        with_loss = trained
+        if s.masks_truncated:
+            with_loss = [without_truncated(g) for g in trained]
+        minibatches = [self._packed(with_loss[cut], targets[cut]) for cut in cuts]
         tickets = [g.ticket for g in groups]
         updates = []
         for index in range(s.updates_per_step):

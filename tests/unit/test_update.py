@@ -122,6 +122,23 @@ def test_the_reward_of_a_completion_that_is_not_trained_on_changes_nothing(garba
     assert all(torch.equal(a, b) for a, b in zip(weights_of(update), weights_of(want)))
 
 
+def test_masked_truncated_completions_have_no_loss_and_count_in_their_groups_mean():
+    """As TRL masks them: its rewards and advantages are made of all completions."""
+    seen = []
+
+    def loss_fn(inputs, **options):
+        seen.append(inputs)
+        return regularised(policy_gradient)(inputs, **options)
+
+    cut = group(4, [2, 3, 1], [0.0, 3.0, 1.5], finish_reasons=("stop", "length", "stop"))
+    update = update_of(loss_fn=loss_fn, masks_truncated=True)
+    row = update.run([cut], VERSION, go_on)
+    (inputs,) = seen
+    assert inputs.advantages.tolist() == [-1.5, -1.5, 0.0]  # less the mean of all three
+    assert (inputs.num_loss_tokens, inputs.completions.num_completions) == (3, 2)
+    assert row["tokens/trained"] == 3 and row["reward/mean"] == 1.5
+
+
 def test_a_batch_with_nothing_to_train_is_a_step_of_no_change():
     update = update_of()
     before = weights_of(update)

@@ -122,6 +122,10 @@ class TrainerSettings(ShardedTrainerSettings):
     """
     filter_groups: Flag
     """Leave out groups of equal rewards, so that no mean or deviation counts them (Magistral)."""
+    mask_truncated_completions: Flag
+    """Completions that were cut off at max_new_tokens have no loss. Their rewards still count in
+    their group's mean (TRL, DAPO's overlong filtering).
+    """
     routing_replay: Flag
     """In a mixture of experts the trainer takes the experts by which each token was sampled, and
     weighs them by its own router (R3, arXiv 2510.11370).
