@@ -288,6 +288,20 @@ def test_the_clip_cuts_the_gradient_on_its_side_alone():
     torch.testing.assert_close(p.gradient(PUBLISHED["ppo"], ratio_cap=1.5), capped, **EXACT)
 
 
+def test_a_cap_of_the_ratio_is_verls_dual_clip():
+    """For A < 0 at least clip_ratio_c A, for A > 0 PPO's (verl, clip_ratio_c)."""
+    p = problem(spread=3, seed=1)
+    a, r, c = p.advantages, (p.pi - p.mu).exp(), 1.5
+    of_ppo = torch.minimum(r * a, r.clamp(0.8, 1.2) * a)
+    objective = torch.where(a < 0, torch.maximum(of_ppo, c * a), of_ppo)
+    assert (p.mask & (a < 0) & (r > c)).any()
+    want = -objective[p.mask].sum() / p.num_loss_tokens
+    (slope,) = torch.autograd.grad(want, p.pi)
+    loss, _ = p.call(PUBLISHED["ppo"], ratio_cap=c)
+    torch.testing.assert_close(loss, want, **EXACT)
+    torch.testing.assert_close(p.gradient(PUBLISHED["ppo"], ratio_cap=c), slope, **EXACT)
+
+
 def test_past_the_largest_ratio_a_bad_token_is_still_pushed_down():
     one = torch.ones(1)
     pi = torch.tensor([0.0], requires_grad=True)
