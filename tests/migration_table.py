@@ -57,11 +57,13 @@ TRL = (
         "a longer row is left out, not cut",
     ),
     Setting("max_steps", "`max_steps`", "steps of sampled batches, not optimizer updates"),
-    Setting("num_train_epochs", "none", "`max_steps`: rows times epochs over `groups_per_step`"),
+    Setting("num_train_epochs", "`num_epochs`", "in place of `max_steps`"),
     Setting("steps_per_generation", "`trainer.minibatches_per_step`"),
     Setting("num_iterations", "`trainer.updates_per_batch`"),
     Setting(
-        "beta", "`loss.kl_coef` `reference=frozen`", "both keys; with LoRA `reference=adapters_off`"
+        "beta",
+        "`loss.kl_coef` `reference=frozen`",
+        "both keys; with adapters `reference=adapters_off`",
     ),
     Setting("sync_ref_model, ref_model_sync_steps", "`reference=reset` `reference.reset_every`"),
     Setting("ref_model_mixup_alpha", "none", "`reference=reset` takes the policy's weights whole"),
@@ -253,19 +255,17 @@ VERL = (
         "verl's signature works",
     ),
     Setting("reward_model.model.path", "`reward=model` `reward.path`"),
-    Setting("trainer.n_gpus_per_node, nnodes", "none", "torchrun's --nproc-per-node and --nnodes"),
+    Setting("n_gpus_per_node, nnodes", "none", "torchrun's --nproc-per-node and --nnodes"),
+    Setting("total_epochs", "`num_epochs`", "in place of `max_steps`"),
+    Setting("save_freq, test_freq", "`checkpoint.every` `eval.every`"),
+    Setting("logger", "`metrics.wandb=true` `metrics.tensorboard=true`"),
     Setting(
-        "trainer.total_epochs", "none", "`max_steps`: rows times epochs over `groups_per_step`"
-    ),
-    Setting("trainer.save_freq, test_freq", "`checkpoint.every` `eval.every`"),
-    Setting("trainer.logger", "`metrics.wandb=true` `metrics.tensorboard=true`"),
-    Setting(
-        "trainer.project_name, experiment_name",
+        "project_name, experiment_name",
         "`run_dir`",
         "names the run; the project is llamarl",
     ),
-    Setting("trainer.critic_warmup", "none", "a critic of its own: `trainer.critic.path`"),
-    Setting("trainer.resume_mode", "`resume=auto` `run_dir`"),
+    Setting("critic_warmup", "none", "a critic of its own: `trainer.critic.path`"),
+    Setting("resume_mode", "`resume=auto` `run_dir`"),
 )
 
 

@@ -204,6 +204,11 @@ def _read_words(
             problems.append(word)
         else:
             words.append(word)
+    lengths = [word for word in words if word.key in ("max_steps", "num_epochs")]
+    if len({word.key for word in lengths}) > 1:
+        what = "num_epochs says how many steps there are, so max_steps has no use; give one of both"
+        shown = " ".join(word.text for word in lengths)
+        problems.append(Problem(shown, what, ("max_steps", "num_epochs")))
     return words, problems
 
 

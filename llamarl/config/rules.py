@@ -59,7 +59,8 @@ def check(
     if c.ranks is not None:
         local_world_size = None  # the cluster is imagined, so its hosts are not known
     num_hosts = -(-world_size // (local_world_size or world_size))
-    find_run(c, num_started, found)
+    has_rows = _has_rows(c)
+    find_run(c, num_started, found, has_rows=has_rows)
     find_overcommit(c, c.governor, found, buffer_kind=c.buffer.kind)
     find_tickets(
         c.tickets,
@@ -68,7 +69,7 @@ def check(
         loss=c.loss,
         trainer=c.trainer,
         buffer_kind=c.buffer.kind,
-        has_rows=_has_rows(c),
+        has_rows=has_rows,
     )
     find_asked(c.placement, found, offload=c.offload, max_lag=c.max_lag)
     find_placement(c, world_size, found)

@@ -12,7 +12,7 @@ from llamarl.config.conversion import to_values
 from llamarl.config.sections.victim import placed_victim
 from llamarl.ddma.plan import make_plan
 from llamarl.launch.environments import try_environments
-from llamarl.launch.job import Job
+from llamarl.launch.job import Job, told_epochs
 from llamarl.launch.memory import memory_lines, prices, rank_map, sent_by, warn_of_memory
 from llamarl.launch.scorers import gold_kind, reward_kinds
 from llamarl.launch.sources import check_rows, samples_of, try_gold
@@ -47,7 +47,7 @@ def dry_run(job: Job) -> None:
         f"model    {num_parameters(model):,} parameters ({c.model.dtype} in the generator, "
         "float32 in the trainer)"
     )
-    for line in told(c, job.inputs.model_path):
+    for line in [*told(c, job.inputs.model_path), *told_epochs(job)]:
         print(line)
     for line in memory_lines(job, found):
         print(line)

@@ -36,9 +36,12 @@ class Job:
         directory: RunDirectory,
         remembered: Remembered = here,
     ):
+        self.inputs = JobInputs(config, remembered, is_told=world.rank == 0)
+        if config.num_epochs is not None:
+            config = in_steps(config, self.inputs.task.num_train)
+            self.inputs.config = config
         self.config = config
         self.world = world
-        self.inputs = JobInputs(config, remembered, is_told=world.rank == 0)
         self.placement = Placement(config, world.size)
         self.files = RunFiles(self.inputs, self.placement, directory)
 
@@ -107,6 +110,31 @@ class Job:
             seed=c.seed,
             half_life=c.tickets.half_life,
         )
+
+
+def in_steps(config: Config, num_rows: int) -> Config:
+    """Return the config with the max_steps of num_epochs over so many rows. ValueError if the
+    learning rate's warm-up and decay take longer.
+    """
+    assert config.num_epochs is not None, "max_steps is as given"
+    max_steps = math.ceil(config.num_epochs * num_rows / config.groups_per_step)
+    t = config.trainer
+    if t.warmup_steps + max(t.decay_steps or 0, 1) > max_steps:
+        raise ValueError(
+            f"num_epochs={config.num_epochs:g} of {num_rows:,} rows is {max_steps} steps, which "
+            f"leaves no room for trainer.warmup_steps={t.warmup_steps} and trainer.decay_steps="
+            f"{t.decay_steps}; lower these, or groups_per_step, or raise num_epochs"
+        )
+    return dataclasses.replace(config, max_steps=max_steps)
+
+
+def told_epochs(job: Job) -> list[str]:
+    """Return the line about the steps of num_epochs, for a run's first lines; none without."""
+    c = job.config
+    if c.num_epochs is None:
+        return []
+    passes = f"{c.num_epochs:g} passes over {job.inputs.task.num_train:,} rows"
+    return [f"steps    {c.max_steps:,}: {passes}, {c.groups_per_step} a step"]
 
 
 def limits_of(config: Config | SupervisedConfig, directory: RunDirectory) -> RunLimits:

@@ -43,7 +43,7 @@ from llamarl.launch.checks import bad_input, check_inputs
 from llamarl.launch.dry_run import dry_run
 from llamarl.launch.environments import try_environments
 from llamarl.launch.identity import identity_of
-from llamarl.launch.job import Job
+from llamarl.launch.job import Job, told_epochs
 from llamarl.launch.memory import announce_memory, warn_of_disk
 from llamarl.launch.placement import planned_placement
 from llamarl.launch.reading import SharedReading
@@ -85,7 +85,7 @@ def launch(config: Config) -> Iterator[Job]:
             world = world.imagined(config.ranks)
         with bad_input():
             config, planned = planned_placement(config, world.size)
-        job = Job(config, world, directory, reading)
+            job = Job(config, world, directory, reading)
         check_inputs(job.inputs)
         with bad_input():  # check what the user gave before there is a directory
             if config.dry_run:
@@ -134,7 +134,7 @@ def _announce(job: Job) -> None:
             overcommit += f", at most {job.placement.replay_lag:,} steps old"
     completions = f"{c.groups_per_step} x {c.group_size} completions a step"
     print(f"llamarl  {job.inputs.model_path.name} on {c.task.kind}, {completions}, {c.loss.name}")
-    for line in told(c, job.inputs.model_path):
+    for line in [*told(c, job.inputs.model_path), *told_epochs(job)]:
         print(line)
     announce_world(job.world, job.placement.hosts)
     ends = ", stragglers end at their deadline" if c.on_deadline == "truncate" else ""

@@ -133,6 +133,18 @@ def a_checkpoint(job, step=3):
 # --- what is said of it ---
 
 
+def test_num_epochs_are_so_many_steps_over_the_rows_that_are_trained_on(job, capsys):
+    """181 rows twice are 362 prompts, and 45 steps of 8 are 360."""
+    made = job("num_epochs=2", "groups_per_step=8", "trainer.warmup_steps=45")
+    assert (made.config.max_steps, made.inputs.config.max_steps) == (46, 46)
+    assert made.files.config.max_steps == made.placement.config.max_steps == 46
+    _announce(made)
+    said = "steps    46: 2 passes over 181 rows, 8 a step"
+    assert said in capsys.readouterr().out.splitlines()
+    with pytest.raises(ValueError, match="is 46 steps, .* no room for trainer.warmup_steps=46"):
+        job("num_epochs=2", "groups_per_step=8", "trainer.warmup_steps=46")
+
+
 def test_the_first_line_of_a_run_names_the_loss_as_it_was_chosen(job, capsys):
     _announce(job("loss=cispo"))
     first = capsys.readouterr().out.splitlines()[0]

@@ -291,7 +291,8 @@ def test_the_clip_cuts_the_gradient_on_its_side_alone():
 def test_a_cap_of_the_ratio_is_verls_dual_clip():
     """For A < 0 at least clip_ratio_c A, for A > 0 PPO's (verl, clip_ratio_c)."""
     p = problem(spread=3, seed=1)
-    a, r, c = p.advantages, (p.pi - p.mu).exp(), 1.5
+    a, c = p.advantages, 1.5
+    r = (p.pi - p.mu).exp()
     of_ppo = torch.minimum(r * a, r.clamp(0.8, 1.2) * a)
     objective = torch.where(a < 0, torch.maximum(of_ppo, c * a), of_ppo)
     assert (p.mask & (a < 0) & (r > c)).any()

@@ -37,6 +37,10 @@ class RunSettings:
     """Batches that are trained on. A policy version counts them; trainer.minibatches_per_step
     makes several updates of one.
     """
+    num_epochs: Positive | None
+    """Passes over the task's training rows, or a part of one. max_steps then follows from the rows
+    whose prompts fit; null: max_steps is as given.
+    """
     run_dir: AnyText | None = marked("outward")
     """Directory of everything that the run writes; null: a new one under runs/."""
     resume: AnyText = marked("outward")
@@ -142,12 +146,15 @@ def unusable(path: Path) -> str | None:
     return None
 
 
-def find_run(run: RunSettings, num_started: int, found: Findings) -> None:
+def find_run(run: RunSettings, num_started: int, found: Findings, *, has_rows: bool) -> None:
     """Find ranks that were not started, and a run or a checkpoint that cannot be resumed.
 
-    num_started: the ranks that torchrun started.
+    num_started: the ranks that torchrun started. has_rows: the task's prompts are one list of rows.
     """
     find_ranks(run.ranks, run.dry_run, num_started, found)
+    if run.num_epochs is not None and not has_rows:
+        what = "this task has no list of rows to pass over; max_steps=STEPS in place of num_epochs"
+        found.add(what, "num_epochs", "task.kind")
     what = unusable(Path(run.run_dir)) if run.run_dir else None
     if run.run_dir is None and Path("runs").is_file():
         what = "runs is a file here"

@@ -217,7 +217,9 @@ def _find_optimizer(trainer: TrainerSettings, run: RunSettings, found: Findings)
 
 def _find_steps(trainer: TrainerSettings, run: RunSettings, found: Findings) -> None:
     """Find a warm-up and a decay of the learning rate that are longer than the run."""
-    if trainer.warmup_steps >= run.max_steps > 0:
+    # The steps of num_epochs are known, and checked, once the rows have been read.
+    max_steps = run.max_steps if run.num_epochs is None else 0
+    if trainer.warmup_steps >= max_steps > 0:
         found.add(
             "the warm-up would not end; trainer.warmup_steps must be below max_steps",
             "trainer.warmup_steps",
@@ -232,7 +234,7 @@ def _find_steps(trainer: TrainerSettings, run: RunSettings, found: Findings) -> 
             "trainer.decay_steps",
             "trainer.schedule",
         )
-    if trainer.decay_steps + trainer.warmup_steps > run.max_steps > 0:
+    if trainer.decay_steps + trainer.warmup_steps > max_steps > 0:
         found.add(
             "warm-up and decay are longer than the run; lower one of them, or raise max_steps",
             "trainer.decay_steps",
