@@ -43,6 +43,7 @@ def sampling_of(config: Config, inputs: JobInputs) -> SamplingParams:
         temperature=config.temperature,
         top_k=g.top_k,
         top_p=g.top_p,
+        min_p=g.min_p,
         min_new_tokens=g.min_new_tokens,
         stop_token_ids=inputs.stop_token_ids,
         stop_strings=tuple(unescaped(string) for string in g.stop),

@@ -54,6 +54,10 @@ class SamplerSettings:
     """Tokens to sample from; 0: all."""
     top_p: PositiveShare
     """Probability mass to sample from."""
+    min_p: Share
+    """Leave out tokens whose probability is below this share of the likeliest's, before top_k and
+    top_p; 0: none.
+    """
     min_new_tokens: Natural
     """Tokens before which there is no end token. The trainer and the reference leave it out
     there too.

@@ -88,7 +88,7 @@ def submit(
     """Queue a held-out prompt: for a greedy completion, and for num_samples by `sampling`. Return
     the number of completions.
     """
-    # Only lengths and stops of `sampling`: top_p, top_k and min_new_tokens are for samples.
+    # Only lengths and stops of `sampling`: top_p, top_k, min_p and min_new_tokens are for samples.
     greedy = SamplingParams(
         sampling.max_new_tokens,
         temperature=0.0,

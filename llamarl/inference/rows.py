@@ -27,6 +27,7 @@ class Demands:
     greedy: bool
     top_k: bool
     top_p: bool
+    min_p: bool
     min_new_tokens: bool
 
 
@@ -53,6 +54,7 @@ class Rows:
         self.temperature = zeros(dtype=torch.float32)  # [R]
         self.top_k = zeros()  # [R]
         self.top_p = zeros(dtype=torch.float64)  # [R]
+        self.min_p = zeros(dtype=torch.float64)  # [R]
         self.stops = zeros(1)  # [R, S], -1 for none
         self.tokens = zeros(max_len)  # [R, L], those tokens, and their
         self.logprobs = zeros(max_len, dtype=torch.float32)  # [R, L]
@@ -64,7 +66,8 @@ class Rows:
         """Begin these samples in the rows from `first` on."""
         rows = slice(first, first + len(samples))
         params = [request.params for request, _ in samples]
-        for name in ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p"):
+        numbers = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p")
+        for name in numbers:
             table = getattr(self, name)
             values = [getattr(wanted, name) for wanted in params]
             table[rows] = torch.tensor(values, dtype=table.dtype)
@@ -115,6 +118,7 @@ class Rows:
             "greedy": is_greedy,
             "top_k": self.top_k[rows] > 0,
             "top_p": self.top_p[rows] < 1,
+            "min_p": self.min_p[rows] > 0,
             "min_new_tokens": must_go_on,
         }
         answers = torch.stack(list(asked.values())).any(1)
@@ -137,6 +141,7 @@ class Rows:
             temperature_N=temperature if demands.temperature else None,
             top_k_N=self.top_k[rows] if demands.top_k else None,
             top_p_N=self.top_p[rows] if demands.top_p else None,
+            min_p_N=self.min_p[rows] if demands.min_p else None,
             banned_NS=banned,
         )
         greedy = temperature == 0 if demands.greedy else None

@@ -38,6 +38,7 @@ class SamplingParams:
     temperature: float = 1.0  # 0: greedy, whose logprobs are those of temperature 1
     top_k: int = 0  # keep the k likeliest (and what ties with the last of them); 0: all
     top_p: float = 1.0  # then the fewest likeliest that hold this mass; 1: all
+    min_p: float = 0.0  # before both: those of at least this share of the likeliest's; 0: all
     min_new_tokens: int = 0  # no stop token, and no end of a stop string, before
     stop_token_ids: tuple[int, ...] = ()
     # A completion also ends with the token that completes one of these in its text.
@@ -53,6 +54,7 @@ class SamplingParams:
             "temperature": (0 <= self.temperature < math.inf, "need 0 (greedy) or more"),
             "top_k": (self.top_k >= 0, "need 0 (all) or more"),
             "top_p": (0 < self.top_p <= 1, "need more than 0, at most 1 (all)"),
+            "min_p": (0 <= self.min_p <= 1, "need 0 (all) to 1"),
             "min_new_tokens": (
                 0 <= self.min_new_tokens <= most,
                 f"need 0 to max_new_tokens={most}",
@@ -126,13 +128,14 @@ def process(
     temperature_N: Tensor | None = None,
     top_k_N: Tensor | None = None,
     top_p_N: Tensor | None = None,
+    min_p_N: Tensor | None = None,
     banned_NS: Tensor | None = None,
 ) -> Tensor:
     """Float32 logits of the distribution to sample from. None: no row asks for it.
 
     In this order: banned_NS (token ids, -1 for none) out; divided by the temperature (0 counts as
-    1); top-k (0 for all); top-p of what top-k left. What ties with the last kept token is kept, so
-    the result depends on no sorting order.
+    1); min-p (0 for all), as in vLLM; top-k (0 for all); top-p of what these left. What ties with
+    the last kept token is kept, so the result depends on no sorting order.
     """
     logits = logits_NV.float()
     if banned_NS is not None:
@@ -143,6 +146,10 @@ def process(
     if temperature_N is not None:
         divisor = temperature_N.masked_fill(temperature_N == 0, 1.0)
         logits = logits / divisor[:, None]
+    if min_p_N is not None:
+        # p >= min_p p_max, in logits
+        least_N = logits.amax(1) + min_p_N.log()
+        logits = logits.masked_fill(logits < least_N[:, None], -math.inf)
     if top_k_N is not None or top_p_N is not None:
         smallest_kept = _cut(logits, top_k_N, top_p_N)
         logits = logits.masked_fill(logits < smallest_kept, -math.inf)

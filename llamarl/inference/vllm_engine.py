@@ -98,6 +98,7 @@ def vllm_sampling(
         "temperature": params.temperature,
         "top_k": params.top_k,
         "top_p": params.top_p,
+        "min_p": params.min_p,
         "max_tokens": params.max_new_tokens,
         "min_tokens": params.min_new_tokens,
         "stop_token_ids": list(params.stop_token_ids),

@@ -33,7 +33,7 @@ def submit(engine):
     for ticket, prompt in enumerate(PROMPTS):
         engine.submit(ticket, prompt, sampled)
     engine.submit(7, PROMPTS[0], SamplingParams(max_new_tokens=9, temperature=0.0))
-    narrow = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_new_tokens": 4}
+    narrow = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "min_new_tokens": 4}
     engine.submit(8, PROMPTS[1], SamplingParams(9, **narrow, stop_token_ids=(2, 3), n=4))
 
 

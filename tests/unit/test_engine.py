@@ -171,6 +171,19 @@ def test_min_new_tokens_keeps_stop_tokens_out_of_the_distribution():
         assert_close(c.generator_logprobs, expected)
 
 
+def test_min_p_leaves_out_what_is_less_likely_than_its_share_of_the_likeliest():
+    e = engine()
+    params = SamplingParams(9, n=6, temperature=1.3, min_p=0.5)
+    (completions,) = generate(e, [PROMPTS[1]], params)
+    for c in completions:
+        scaled = full_forward_logits(e.decoder, c).double() / 1.3
+        probabilities = scaled.softmax(1)
+        least = probabilities.amax(1, keepdim=True) / 2
+        kept = torch.where(probabilities >= least, probabilities, 0)
+        of_token = (kept / kept.sum(1, keepdim=True)).gather(1, c.token_ids[:, None])
+        assert_close(c.generator_logprobs, of_token.log().squeeze(1).float())
+
+
 def test_greedy_and_sampling_rows_share_a_batch():
     e = engine()
     ((expected,),) = generate(engine(max_slots=1), PROMPTS[:1], SamplingParams(9, temperature=0.0))

@@ -88,7 +88,8 @@ def test_every_demand_on_the_sampler_runs_on_a_gpu(gpu, cuda_graphs):
     decoder = random_decoder(config=config)
     engine = engine_on("cuda", cuda_graphs=cuda_graphs, decoder=decoder)
     engine.submit(0, PROMPTS[0], SamplingParams(5, temperature=0.0))
-    engine.submit(1, PROMPTS[1], SamplingParams(5, temperature=0.7, top_k=5, top_p=0.9))
+    narrow = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.01}
+    engine.submit(1, PROMPTS[1], SamplingParams(5, **narrow))
     late = SamplingParams(5, min_new_tokens=4, stop_token_ids=tuple(range(2, 40)))
     engine.submit(2, PROMPTS[2], late)
     found = drained(engine)

@@ -30,10 +30,11 @@ def draws(count, seed=0, ticket=0):
     return uniforms(keys, torch.zeros_like(keys))
 
 
-def naive(logits, temperature, top_k, top_p):
+def naive(logits, temperature, top_k, top_p, min_p):
     """Float64 logprobs of one row, one token at a time."""
     scaled = [x / (temperature or 1.0) for x in logits.double().tolist()]
     likeliest = sorted(scaled, reverse=True)
+    scaled = [x if math.exp(x - likeliest[0]) >= min_p else -math.inf for x in scaled]
     if top_k:
         scaled = [x if x >= likeliest[min(top_k, len(scaled)) - 1] else -math.inf for x in scaled]
     weights = [math.exp(x - likeliest[0]) for x in scaled]
@@ -114,8 +115,11 @@ def test_rounding_of_block_sums_never_carries_a_sample_past_the_last_possible_to
     st.sampled_from([0.0, 0.3, 1.0, 2.5]),
     st.sampled_from([0, 1, 3, 40, 400, 9999]),
     st.sampled_from([1e-6, 0.3, 0.9, 0.999, 1.0]),
+    st.sampled_from([0.0, 1e-4, 0.1, 0.7, 1.0]),
 )
-def test_processed_logprobs_equal_a_naive_float64_reference(seed, vocab, temperature, top_k, top_p):
+def test_processed_logprobs_equal_a_naive_float64_reference(
+    seed, vocab, temperature, top_k, top_p, min_p
+):
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * 3
     # Beside a row that asks for nothing, which must stay untouched.
     both = torch.stack([logits, logits])
@@ -124,8 +128,9 @@ def test_processed_logprobs_equal_a_naive_float64_reference(seed, vocab, tempera
         temperature_N=torch.tensor([temperature, 1.0]),
         top_k_N=torch.tensor([top_k, 0]),
         top_p_N=torch.tensor([top_p, 1.0], dtype=torch.float64),
+        min_p_N=torch.tensor([min_p, 0.0], dtype=torch.float64),
     )
-    expected = naive(logits, temperature, top_k, top_p)
+    expected = naive(logits, temperature, top_k, top_p, min_p)
     logprobs = processed[0].log_softmax(0).double()
     torch.testing.assert_close(logprobs, expected, atol=TOLERANCE, rtol=TOLERANCE)
     assert torch.equal(processed[1], logits)
@@ -158,6 +163,16 @@ def test_nan_logits_give_a_token_of_the_vocabulary_and_a_nan_logprob(way, vocab)
     assert tokens.max() < vocab and logprobs.isnan().tolist() == [True, False]
 
 
+def test_min_p_is_transformers():
+    from transformers import MinPLogitsWarper
+
+    logits = torch.randn(4, LARGE, generator=torch.Generator().manual_seed(3)) * 3
+    want = MinPLogitsWarper(0.05)(None, logits / 0.7)
+    rows = {"temperature_N": torch.full((4,), 0.7), "min_p_N": torch.full((4,), 0.05).double()}
+    assert torch.equal(process(logits, **rows), want)
+    assert 0 < want.isinf().sum() < want.numel()
+
+
 def test_ties_with_the_last_kept_token_are_kept():
     logits = torch.tensor([[1.0, 2.0, 2.0, 3.0, 0.0]])
     # Masses .58 .21 .21 .08 .03 (rounded): .6 needs the first two, and the second ties with the
@@ -176,7 +191,8 @@ def test_a_banned_token_has_probability_zero_and_padding_bans_nothing():
 
 def test_all_bad_sampling_parameters_are_named_at_once():
     bad = {"max_new_tokens": 0, "temperature": -1.0, "top_k": -1, "top_p": 0.0, "n": 0}
-    said = "max_new_tokens.*temperature.*top_k.*top_p.*min_new_tokens.*stop_token_ids.*n=0"
+    bad["min_p"] = -0.1
+    said = "max_new_tokens.*temperature.*top_k.*top_p.*min_p.*min_new_tokens.*stop_token_ids.*n=0"
     with pytest.raises(ValueError, match=said):
         SamplingParams(min_new_tokens=2, stop_token_ids=(-1,), **bad)
     with pytest.raises(ValueError, match="temperature=nan"):

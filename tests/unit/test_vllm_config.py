@@ -86,7 +86,7 @@ def test_without_vllm_the_run_is_refused_with_both_ways_to_install_it(installed)
 
 
 def test_sampling_parameters_keep_their_meaning():
-    same = {"temperature": 0.7, "top_k": 5, "top_p": 0.9}
+    same = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.05}
     params = SamplingParams(9, min_new_tokens=2, stop_token_ids=(2, 7), n=4, seed=3, **same)
     assert vllm_sampling(params, 11) == {
         **same,

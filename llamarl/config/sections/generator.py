@@ -15,6 +15,7 @@ from llamarl.words.fields import (
     Positive,
     PositiveInterval,
     PositiveShare,
+    Share,
     Texts,
     marked,
     settings_dataclass,
@@ -42,6 +43,10 @@ class GeneratorSettings:
     top_p: PositiveShare
     """Probability mass to sample from. Below 1 only where nothing is trained, because the
     trainer scores the whole softmax.
+    """
+    min_p: Share
+    """Leave out tokens whose probability is below this share of the likeliest's, before top_k and
+    top_p; 0: none. Others only where nothing is trained.
     """
     min_new_tokens: Natural
     """Tokens before which there is no end token. The trainer and the reference leave it out
@@ -200,6 +205,8 @@ def find_cut_distributions(generator: AnyGeneratorSettings, found: Findings) -> 
         found.add(remedy.format("generator.top_p=1"), "generator.top_p")
     if generator.top_k > 0:
         found.add(remedy.format("generator.top_k=0"), "generator.top_k")
+    if generator.min_p > 0:
+        found.add(remedy.format("generator.min_p=0"), "generator.min_p")
 
 
 def find_other_temperatures(
