@@ -13,11 +13,12 @@ HEAD = """# Coming from TRL or verl
 
 `python -m tests.migration_table > docs/migration.md` made this page. The first column has the
 settings of TRL's `GRPOConfig` (1.16) and of verl, the second what to write here, behind
-`python recipes/llama_async.py`. `docs/keys.md` explains each key. Reward functions of both run
-unchanged (`docs/rewards.md`), and so do TRL's environments (`docs/data.md`).
+`python recipes/llama_async.py`. `docs/keys.md` explains each key. Reward functions of both
+(`docs/rewards.md`) and TRL's environments (`docs/data.md`) run unchanged, with few exceptions.
 
-TRL's batch sizes count completions. `groups_per_step` counts prompts, over all trainer ranks, so
-divide TRL's number by its `num_generations`. A step here is a batch of sampled prompts, of which
+TRL's batch sizes count completions: `generation_batch_size` is by default
+`per_device_train_batch_size` times devices times `steps_per_generation`. `groups_per_step` counts
+prompts, over all trainer ranks. A step here is a batch of sampled prompts, of which
 `trainer.minibatches_per_step` and `trainer.updates_per_batch` make several optimizer updates.
 Ratios always use the logprobs of the generator that sampled, so there is no separate correction for
 vLLM's."""
@@ -45,9 +46,14 @@ TRL = (
     Setting("lr_scheduler_type", "`trainer.schedule=cosine`", "ends at 0: there is no floor"),
     Setting("warmup_steps, warmup_ratio", "`trainer.warmup_steps`", "in steps; there is no ratio"),
     Setting(
-        "per_device_train_batch_size x accumulation x devices",
+        "generation_batch_size",
         "`groups_per_step`",
-        "that product, divided by num_generations",
+        "divided by num_generations",
+    ),
+    Setting(
+        "per_device_train_batch_size, gradient_accumulation_steps",
+        "`trainer.microbatch_tokens`",
+        "always packed",
     ),
     Setting("num_generations", "`group_size`"),
     Setting("max_completion_length", "`max_new_tokens`"),
@@ -58,7 +64,11 @@ TRL = (
     ),
     Setting("max_steps", "`max_steps`", "steps of sampled batches, not optimizer updates"),
     Setting("num_train_epochs", "`num_epochs`", "in place of `max_steps`"),
-    Setting("steps_per_generation", "`trainer.minibatches_per_step`"),
+    Setting(
+        "steps_per_generation",
+        "`trainer.minibatches_per_step`",
+        "divided by gradient_accumulation_steps",
+    ),
     Setting("num_iterations", "`trainer.updates_per_batch`"),
     Setting(
         "beta",
@@ -82,7 +92,9 @@ TRL = (
     ),
     Setting("loss_type=cispo", "`loss=cispo` `loss.ratio_cap`", "TRL's epsilon_high is the cap"),
     Setting(
-        "importance_sampling_level=sequence", "`loss=gspo`", "or `loss.ratio_level=sequence_mean`"
+        "importance_sampling_level=sequence",
+        "`loss=gspo`",
+        "with the paper's clip; or `loss.ratio_level=sequence_mean`",
     ),
     Setting("scale_rewards=group", "`trainer.advantages=group_mean_std`", "what `loss=grpo` sets"),
     Setting(
@@ -131,7 +143,7 @@ TRL = (
     Setting("eval_steps", "`eval.every`"),
     Setting("logging_steps", "none", "every step is a row of RUN_DIR/metrics.jsonl"),
     Setting("report_to", "`metrics.wandb=true` `metrics.tensorboard=true`"),
-    Setting("run_name, output_dir", "`run_dir`"),
+    Setting("output_dir, run_name", "`run_dir`", "W&B makes up a name for the run"),
     Setting("log_completions", "`metrics.samples` `metrics.show_every`", "and in the report"),
     Setting(
         "push_to_hub, hub_model_id", "none", "checkpoints/step_N/hf is a Hugging Face directory"
@@ -261,7 +273,7 @@ VERL = (
     Setting(
         "project_name, experiment_name",
         "`run_dir`",
-        "names the run; the project is llamarl",
+        "the project in W&B is always llamarl",
     ),
     Setting("critic_warmup", "none", "a critic of its own: `trainer.critic.path`"),
     Setting("resume_mode", "`resume=auto` `run_dir`"),
