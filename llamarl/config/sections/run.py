@@ -153,8 +153,11 @@ def find_run(run: RunSettings, num_started: int, found: Findings, *, has_rows: b
     """
     find_ranks(run.ranks, run.dry_run, num_started, found)
     if run.num_epochs is not None and not has_rows:
-        what = "this task has no list of rows to pass over; max_steps=STEPS in place of num_epochs"
-        found.add(what, "num_epochs", "task.kind")
+        found.add(
+            "this task has no list of rows to pass over; max_steps=STEPS in place of num_epochs",
+            "num_epochs",
+            "task.kind",
+        )
     what = unusable(Path(run.run_dir)) if run.run_dir else None
     if run.run_dir is None and Path("runs").is_file():
         what = "runs is a file here"
