@@ -62,9 +62,8 @@ class _Conversion:
         if self.converter is None:
             return False
         first, *others = self.converter.operations
-        return (
-            isinstance(first, MergeModulelist) and first.dim == 0 and all(map(_keeps_rows, others))
-        )
+        stacks = isinstance(first, MergeModulelist) and first.dim == 0
+        return stacks and all(_keeps_rows(other) for other in others)
 
     def run(
         self, model: Any, read: Callable[[str], Tensor], experts: slice = _ALL
@@ -80,18 +79,19 @@ class _Conversion:
                 later: Any = partial(read, name)  # called when it is converted
                 converter.add_tensor(self.target, name, pattern, later)
         made = converter.convert(self.target, model=model, config=model.config)
-        return {name: x[0] if isinstance(x, list) else x for name, x in made.items()}
+        for name, tensor in made.items():
+            if isinstance(tensor, list):
+                made[name] = tensor[0]
+        return made
 
 
 def _keeps_rows(operation: Any) -> bool:
     """Whether a conversion's step computes each row of the first dimension from that row alone."""
     if isinstance(operation, Concatenate | Interleave):
         return operation.dim != 0
-    return (
-        isinstance(operation, Transpose)
-        and not operation.check_dims
-        and 0 not in (operation.dim0, operation.dim1)
-    )
+    if isinstance(operation, Transpose) and not operation.check_dims:
+        return 0 not in (operation.dim0, operation.dim1)
+    return False
 
 
 def _conversions(
@@ -116,9 +116,14 @@ def _conversions(
 
 def _by_kind(transforms: Iterable[Any]) -> tuple[list[WeightRenaming], list[WeightConverter]]:
     """Return the renamings and the converters among transformers' transforms."""
-    transforms = list(transforms)
-    renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
-    return renamings, [one for one in transforms if isinstance(one, WeightConverter)]
+    renamings = []
+    converters = []
+    for transform in transforms:
+        if isinstance(transform, WeightRenaming):
+            renamings.append(transform)
+        elif isinstance(transform, WeightConverter):
+            converters.append(transform)
+    return renamings, converters
 
 
 # --- From a directory ---
@@ -168,15 +173,14 @@ class ConvertedWeights:
         problems = []
         for conversion in _conversions(self.source.file_of, converters, rename).values():
             name = conversion.target
-            if name not in held:
-                is_known = name.endswith((*heads, *_MADE_ANEW)) or any(
-                    re.search(pattern, name) for pattern in ignored
-                )
-                problems += [] if is_known else [f"{name}: not in this architecture"]
+            if name in held:
+                problems += self._add(conversion, wanted)
                 continue
-            problems += self._add(conversion, wanted)
-        missing = wanted.keys() - self.file_of.keys() - set(may_lack)
-        problems += [f"{name}: absent" for name in missing]
+            is_known = name.endswith((*heads, *_MADE_ANEW))
+            if not is_known and not any(re.search(pattern, name) for pattern in ignored):
+                problems.append(f"{name}: not in this architecture")
+        for name in wanted.keys() - self.file_of.keys() - set(may_lack):
+            problems.append(f"{name}: absent")
         if problems:
             listed = "\n  ".join(sorted(problems)[:20])
             raise ValueError(f"{path}: weights do not fit config.json:\n  {listed}")
@@ -244,11 +248,12 @@ class StoredForm:
 
     def __init__(self, config: ModelConfig):
         self._model: Any = whole_model(config.fields, torch.float32)
-        transforms = get_model_conversion_mapping(self._model, add_legacy=False)
-        # Without having read a directory's files, nobody knows whether their names had the prefix.
-        kept = [one for one in transforms if not isinstance(one, PrefixChange)]
-        reverses = [one.reverse_transform() for one in reversed(kept)]
-        self._renamings, converters = _by_kind(reverses)
+        reverses = []
+        for transform in get_model_conversion_mapping(self._model, add_legacy=False):
+            # Without having read a directory's files, nobody knows whether their names had it.
+            if not isinstance(transform, PrefixChange):
+                reverses.append(transform.reverse_transform())
+        self._renamings, converters = _by_kind(reversed(reverses))
         names = dict(config.shapes + config.buffers + config.carried)
         self._taker_of: dict[str, _Conversion] = {}  # name of a parameter -> what takes it
         rename = partial(self._renamed, converters)

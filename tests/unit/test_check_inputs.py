@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from llamarl.inference import vllm_engine
 from llamarl.launch import sources
 from llamarl.launch.checks import check_inputs
 from llamarl.launch.sources import check_sources, samples_of
@@ -131,15 +130,6 @@ def test_a_file_that_cannot_be_used_is_named(model, name, spoilt, said):
     spoil(model / name, spoilt)
     message = model_refusal(model)
     assert message.startswith(f"{model / name}: ") and said in message and "\n" not in message
-
-
-def test_a_family_whose_weights_vllm_is_not_sent_is_refused(model, monkeypatch):
-    monkeypatch.setattr(vllm_engine, "vllm_problem", lambda: None)  # as if it were installed
-    change(model / "config.json", architectures=["GPTNeoXForCausalLM"], hidden_act="gelu")
-    change(model / "config.json", model_type="gpt_neox")
-    message = model_refusal(model, "generator=vllm")
-    assert "GPTNeoXForCausalLM" in message
-    assert "its tensors on disk are cut otherwise" in message
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,7 @@ def test_tokens_carry_the_version_that_sampled_them(engine):
     engine.submit(0, [1], params(new=5))
     engine.step(2)
     with torch.no_grad():
-        engine._parameters[0].fill_(2.5)
+        next(iter(engine._named.values())).fill_(2.5)
     engine.weights_changed(2)
     engine.step(9)
     assert engine.pop_finished()[0][1].policy_versions.tolist() == [1, 1, 2, 2, 2]
