@@ -282,8 +282,11 @@ class StoredForm:
         """
         held: dict[str, Tensor] = {}
         for name, tensor in named:
+            conversion = self._taker_of.get(name)
+            if conversion is None:  # a score head that was drawn on a language model
+                yield self._with_stored_name(name), tensor
+                continue
             held[name] = tensor
-            conversion = self._taker_of[name]
             if not held.keys() >= set(conversion.names):
                 continue
             for made, stored in conversion.run(self._model, held.pop).items():
