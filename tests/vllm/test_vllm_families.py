@@ -38,9 +38,11 @@ SIZES = {
 ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 FAMILIES = {
     "glm4_moe": ROUTED | {"n_routed_experts": 4, "first_k_dense_replace": 1},
+    "gpt2": {},
     "gpt_neox": {"num_key_value_heads": 4},
     "granite": {},
     "olmo3": {"sliding_window": 16},
+    "opt": {"ffn_dim": 256, "word_embed_proj_dim": 128},
     "qwen3_moe": ROUTED | {"num_experts": 4, "decoder_sparse_step": 1},
     "smollm3": {},
 }
