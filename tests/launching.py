@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 
+from llamarl.checkpoint.latest import latest_in
 from llamarl.observe import is_timing
 from llamarl.tasks.rewards import exact_match
 from tests.forkery import ForkedProcess, the_forkery
@@ -82,8 +83,7 @@ class RunFolder:
     @property
     def checkpoint(self) -> Path:
         """The newest one, by `latest`."""
-        folder = self.run_dir / "checkpoints"
-        return folder / (folder / "latest").read_text().strip()
+        return latest_in(self.run_dir / "checkpoints")
 
     @property
     def saved_step(self) -> int:

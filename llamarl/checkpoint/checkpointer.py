@@ -1,7 +1,7 @@
 """Checkpoints: the state of all executors at a step boundary, on disk whole or not at all.
 
     RUN_DIR/checkpoints/
-        latest                           "step_20": the newest one that was sealed
+        latest -> step_20                the newest one that was sealed (latest.py)
         step_20/
             trainer.rank0.safetensors    tensors of one executor on one of its ranks
             trainer.rank0.json           its other state
@@ -53,6 +53,7 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from llamarl.checkpoint.latest import LATEST, latest_in, point_to
 from llamarl.checkpoint.manifest import (
     MANIFEST,
     Files,
@@ -76,7 +77,6 @@ from llamarl.errors import CheckpointError, OtherFormat
 from llamarl.executor import State
 from llamarl.words.texts import first_of
 
-LATEST = "latest"
 TOPIC = "checkpoint"
 _SHOWN = 10  # damaged files that a message names
 _CHUNK_BYTES = 1 << 20  # read at once for a digest
@@ -140,14 +140,16 @@ def find(
 ) -> Path | None:
     """Return the checkpoint to go on from.
 
-    For "auto" that is the newest valid one of run_dir, None if there are none; else `resume`. With
-    "auto" the caller must hold the directory's lock, because `find` may rename in it. Damaged ones
-    are passed over with a warning. check returns the problems of one. CheckpointError if all are
-    damaged, or the given one is; OtherFormat if this commit does not read it; FileNotFoundError if
-    it does not exist.
+    For "auto" that is the newest valid one of run_dir, to which `latest` is pointed, or None
+    without one; else `resume`. With "auto" the caller must hold the directory's lock, because
+    `find` changes names in it. Damaged ones are passed over with a warning. check returns the
+    problems of one. CheckpointError if all are damaged, or the given one is; OtherFormat if this
+    commit does not read it; FileNotFoundError if it does not exist.
     """
     if resume != "auto":
         path = Path(resume)
+        if path.name == LATEST:
+            path = latest_in(path.parent) or path
         if not path.is_dir():
             raise FileNotFoundError(
                 f"{path}: no such checkpoint; give a step_N directory, or resume=auto with the "
@@ -165,6 +167,7 @@ def find(
     for _, path in candidates:
         problems = check(path)
         if not problems:
+            point_to(path)
             return path
         log.warning("%s\nIt is passed over", damage(path, problems))
     if candidates:
@@ -426,18 +429,7 @@ class Checkpointer:
             raise
         del self._arrived[step]
         self.newest_sealed = step
-        self._point_to(final)
-
-    def _point_to(self, final: Path) -> None:
-        latest = self.folder / LATEST
-        draft = self.folder / f"{LATEST}.tmp"
-        try:
-            _sync(self.folder)
-            _write(draft, f"{final.name}\n")
-            os.replace(draft, latest)
-            _sync(self.folder)
-        except OSError as error:  # a resume looks at the checkpoints themselves
-            log.warning("%s: not written (%s); the newest checkpoint is %s", latest, error, final)
+        point_to(final)
 
     def _prune(self, newest: int) -> None:
         """Keep the newest valid checkpoints, after step `newest` was sealed.

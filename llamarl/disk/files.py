@@ -68,9 +68,14 @@ def _why_not_written(error: OSError, file: Path) -> str:
 
 
 def put_in_place(new: Path, file: Path) -> None:
-    """Rename a synced file to another name in its directory, durably."""
+    """Rename a synced file, or a link, to another name in its directory, durably."""
     os.replace(new, file)
-    directory = os.open(file.parent, os.O_RDONLY)
+    sync_directory(file.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Put a directory's entries on the disk."""
+    directory = os.open(path, os.O_RDONLY)
     try:
         os.fsync(directory)
     finally:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from llamarl.checkpoint.checkpointer import LATEST, MANIFEST, damage, verify
+from llamarl.checkpoint.checkpointer import MANIFEST, damage, verify
+from llamarl.checkpoint.latest import LATEST, latest_in
 from llamarl.config.command_line import compose_config
 from llamarl.config.conversion import (
     ConfigError,
@@ -162,11 +163,12 @@ def find_model(given: str | Path) -> tuple[Path, Path | None]:
     if (path / "checkpoints").is_dir():
         path = path / "checkpoints" / LATEST
     if path.name == LATEST:
-        if not path.is_file():
+        newest = latest_in(path.parent)
+        if newest is None:
             raise FileNotFoundError(
                 f"{path}: no such file; a run writes it with its first checkpoint"
             )
-        path = path.with_name(path.read_text().strip())
+        path = newest
     asked = None
     if path.name in ("hf", "adapter") and (path.parent / MANIFEST).is_file():
         asked, path = path, path.parent
@@ -176,8 +178,8 @@ def find_model(given: str | Path) -> tuple[Path, Path | None]:
             raise CheckpointError(damage(path, problems))
         # hf/ holds the sum of weights and adapters, rounded; adapter/ is exact.
         adapter = path / "adapter"
-        newest = adapter if adapter.is_dir() else path / "hf"
-        return asked or newest, path.absolute().parents[1]
+        weights = adapter if adapter.is_dir() else path / "hf"
+        return asked or weights, path.absolute().parents[1]
     if not any((path / file).is_file() for file in ("config.json", ADAPTER_CONFIG)):
         raise FileNotFoundError(
             f"{path}: neither a Hugging Face directory (it has no config.json), nor one of PEFT's "

@@ -3,7 +3,7 @@ from.
 
 RUN_DIR/config.yaml      the resolved config, for people and for recipes that read a run
         metrics.jsonl    one row a step
-        checkpoints/     step_N/, latest
+        checkpoints/     step_N/, and latest, a link to the newest
         samples/         step_N.jsonl: completions of held-out prompts, with eval.save_samples
         prompts.json     which of the task's rows have prompts that fit (llamarl/launch/reading.py)
         trace.rank*.json

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from llamarl.checkpoint.checkpointer import LATEST
+from llamarl.checkpoint.latest import LATEST, latest_in
 from llamarl.config.conversion import to_values
 from llamarl.controller import ExecutorController
 from llamarl.disk.files import replace_text
@@ -108,10 +108,11 @@ class RunFiles:
             steps = f"{self.stopped_after} of {self.config.max_steps}"
             print(f"stopped    after step {steps}: resume=auto goes on")
         checkpoints = self.directory.path / "checkpoints"
-        latest = checkpoints / LATEST
-        if latest.is_file():
-            newest = checkpoints / latest.read_text().strip()
-            print(f"model      {newest / 'hf'}, a Hugging Face directory", flush=True)
+        newest = latest_in(checkpoints)
+        if newest is not None:
+            latest = checkpoints / LATEST
+            model = (latest if latest.is_dir() else newest) / "hf"
+            print(f"model      {model}, the Hugging Face directory of {newest.name}", flush=True)
 
 
 # --- The outcome ---

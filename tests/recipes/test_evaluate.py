@@ -260,7 +260,10 @@ def test_what_is_neither_a_model_nor_a_checkpoint_is_refused(tmp_path):
     step = tmp_path / "checkpoints" / "step_3"
     step.mkdir()
     (step / "manifest.json").write_text("{}")
-    (tmp_path / "checkpoints" / "latest").write_text("step_3\n")
+    latest = tmp_path / "checkpoints" / "latest"
     damaged = "step_3 is damaged:\n  manifest.json: its contents have changed"
-    with pytest.raises(CheckpointError, match=damaged):
-        evaluated.find_model(tmp_path / "checkpoints" / "latest")
+    for make in (latest.write_text, latest.symlink_to):  # the text is an older run's
+        latest.unlink(missing_ok=True)
+        make("step_3")
+        with pytest.raises(CheckpointError, match=damaged):
+            evaluated.find_model(latest)

@@ -12,12 +12,16 @@ from unittest.mock import Mock
 import pytest
 import torch
 from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM
 
 from llamarl.checkpoint import checkpointer as checkpoint
+from llamarl.checkpoint import latest as latest_file
 from llamarl.checkpoint import manifest
 from llamarl.checkpoint.checkpointer import Checkpointer, find, verify
+from llamarl.checkpoint.latest import latest_in, point_to
 from llamarl.checkpoint.parts import in_work, load_part, ranks_of
 from llamarl.errors import CheckpointError, OtherFormat
+from llamarl.models.config import tiny_directory
 from llamarl.models.sharded_state import box_of
 from tests.simulated_mail import SimulatedMail
 
@@ -181,7 +185,7 @@ def test_a_checkpoint_is_sealed_by_its_last_part_and_not_before(tmp_path):
     assert left == [everything, everything[1:], ["trainer.rank0", "hf"], ["hf"], ["hf"]]
     assert leader.sealed(20) and other.sealed(20)
     assert find("auto", tmp_path) == tmp_path / "checkpoints" / "step_20"
-    assert (tmp_path / "checkpoints" / "latest").read_text() == "step_20\n"
+    assert os.readlink(tmp_path / "checkpoints" / "latest") == "step_20"
 
 
 def test_parts_of_two_steps_may_come_interleaved(tmp_path):
@@ -242,6 +246,7 @@ class Disk:
 
     PRIMITIVES = [(os, "fsync"), (os, "replace"), (os, "open"), (shutil, "rmtree")]
     PRIMITIVES += [(checkpoint.Path, "rename"), (checkpoint.Path, "write_text")]
+    PRIMITIVES += [(os, "symlink"), (os, "unlink")]
 
     def __init__(self, patch, at, ends):
         self.calls = 0
@@ -259,6 +264,10 @@ class Disk:
             return real(*args, **kwargs)
 
         return call
+
+
+def is_whole(path):
+    return verify(path) == []
 
 
 @pytest.mark.parametrize("ends, step", [("killed", 20), ("killed", 40), ("refused", 20)], ids=str)
@@ -281,7 +290,11 @@ def test_at_each_call_to_the_disk_there_is_a_whole_checkpoint(tmp_path, monkeypa
             disk = Disk(patch, at, ends)
             with contextlib.suppress(Killed):
                 seal(leader, step, 2.0)
+        latest = latest_in(leader.folder)
+        is_between = step == 20 and not (leader.folder / "step_20").exists()
+        assert latest is None or is_whole(latest) or is_between, at
         found = find("auto", run_dir)
+        assert latest_in(leader.folder) == found, at
         assert all(verify(path) == [] for path in leader.folder.glob("step_??")), at
         part = load_part(found, "trainer", 0)
         assert part["w"].item() == part["value"]
@@ -464,6 +477,66 @@ def test_an_old_checkpoint_that_cannot_be_read_is_named_and_tried_again_and_ends
     assert names_in(leader) == {"step_30", "step_60", "latest"}
     save(leader, other, 80)
     assert names_in(leader) == {"step_60", "step_80", "latest"}
+
+
+# --- latest ---
+
+
+def test_transformers_loads_what_latest_names_in_a_run_that_was_moved(tmp_path):
+    leader, other = checkpointers(tmp_path / "run")
+    for at in write(leader, other, 20):
+        hf = leader.begin(20) / "hf"
+        if hf.exists():
+            shutil.copytree(tiny_directory(), hf, dirs_exist_ok=True)
+    moved = (tmp_path / "run").rename(tmp_path / "moved")
+    model = AutoModelForCausalLM.from_pretrained(moved / "checkpoints" / "latest" / "hf")
+    assert model.num_parameters() > 1_000_000
+    assert find(str(moved / "checkpoints" / "latest"), None).name == "step_20"
+
+
+def no_links(*_, **__):
+    raise OSError(1, "Operation not permitted")
+
+
+def test_without_links_latest_is_a_text_and_a_later_run_that_can_makes_it_a_link(
+    tmp_path, monkeypatch, caplog
+):
+    leader, other = checkpointers(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "symlink", no_links)
+        save(leader, other, 20, 40)
+    latest = leader.folder / "latest"
+    assert latest.read_text() == "step_40\n" and not latest.is_symlink()
+    assert latest_in(leader.folder) == leader.folder / "step_40"
+    said = f"{latest}: cannot be a symbolic link here ([Errno 1] Operation not permitted"
+    assert caplog.text.count(said) == 1 and "step_N/hf" in caplog.text
+    find("auto", tmp_path)
+    assert os.readlink(latest) == "step_40"
+
+
+def test_latest_never_names_what_was_pruned_where_it_cannot_be_replaced(
+    tmp_path, monkeypatch, caplog
+):
+    leader, other = checkpointers(tmp_path, keep=1)
+    save(leader, other, 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(latest_file, "put_in_place", no_links)
+        save(leader, other, 40)
+    assert names_in(leader) == {"step_40", "latest.tmp"}
+    assert f"the newest checkpoint is {leader.folder / 'step_40'}" in caplog.text
+    save(leader, other, 60)
+    assert names_in(leader) == {"step_60", "latest"}
+
+
+def test_a_copy_that_followed_the_link_becomes_a_link_again(tmp_path):
+    save(*checkpointers(tmp_path / "run"), 20)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    latest = tmp_path / "copy" / "checkpoints" / "latest"
+    assert latest.is_dir() and not latest.is_symlink()
+    assert latest_in(latest.parent) == latest
+    point_to(latest.with_name("step_20"))
+    assert os.readlink(latest) == "step_20"
+    assert {path.name for path in latest.parent.iterdir()} == {"step_20", "latest"}
 
 
 # --- a disk that refuses ---
