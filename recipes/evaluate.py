@@ -37,7 +37,7 @@ import torch.distributed as dist
 
 from executors.build import sampling_of
 from executors.build_scripts import answering_engine, build_scorer
-from llamarl.comm.groups import init_world, threads_per_rank
+from llamarl.comm.groups import init_world, this_device, threads_per_rank
 from llamarl.config.evaluation import EvaluationConfig
 from llamarl.evaluation.ask import Answers, complete, score
 from llamarl.evaluation.gold import Judged, make_gold
@@ -90,8 +90,11 @@ def judge(
 
 def run(config: EvaluationConfig) -> None:
     """ValueError or OSError for what cannot be used."""
-    threads = threads_per_rank(config.threads, synchronous=config.synchronous)
-    world = init_world(threads=threads, timeout_s=config.timeout_s, reproducible=True)
+    device = this_device(config.device)
+    threads = threads_per_rank(config.threads, synchronous=config.synchronous, device=device)
+    world = init_world(
+        threads=threads, timeout_s=config.timeout_s, reproducible=True, device=device
+    )
     inputs = JobInputs(config, is_told=world.rank == 0)
     check_inputs(inputs)
     # eval.num_prompts alone decides which prompts are held out, so that none that was trained on is

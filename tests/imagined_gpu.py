@@ -11,6 +11,9 @@ So code that looks at values goes on, and what it computes can be compared with 
 events and graphs are those of tests.imagined_streams. pin_memory gives memory that counts as
 pinned: a copy from or to it is not waited for.
 
+`imagined_apple_gpu` is the same for "mps": without float64, pinned memory and copies that are not
+waited for, and every call of torch.cuda is an error.
+
 What it is not: kernels, their choice and their speed, NCCL, CUDA's own allocator and errors.
 PyTorch's C++ takes these tensors for a CPU's, so what it decides by device it decides as there.
 """
@@ -41,6 +44,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from tests.imagined_streams import HOST, Launch, OrderError, Span, Streams
 
 GPU = torch.device("cuda", 0)
+APPLE = torch.device("mps", 0)
 CPU = torch.device("cpu")
 aten = torch.ops.aten
 # Files whose frames lie between an operation and who asked for it.
@@ -58,6 +62,21 @@ _TAKES_CPU_INDICES = (
     aten.index_put_.default,
     aten.index_put.default,
     aten._index_put_impl_.default,
+)
+_OF_CUDA = (
+    "set_device",
+    "current_device",
+    "mem_get_info",
+    "get_device_properties",
+    "get_device_capability",
+    "graph_pool_handle",
+    "synchronize",
+    "Stream",
+    "Event",
+    "CUDAGraph",
+    "stream",
+    "current_stream",
+    "set_stream",
 )
 _PRODUCTS = (aten._scaled_mm.default, aten._int_mm.default)
 _RUN = threading.Thread.run
@@ -93,11 +112,11 @@ class OnGpu(Tensor):
 
     @property
     def device(self) -> torch.device:
-        return GPU
+        return self.gpu.device
 
     @property
     def is_cuda(self) -> bool:
-        return True
+        return self.device.type == "cuda"
 
     def __repr__(self, **_) -> str:
         return f"OnGpu({self.host})"
@@ -108,10 +127,11 @@ class OnGpu(Tensor):
     def to(self, *args, **kwargs) -> Tensor:
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
         copy = bool(kwargs.get("copy"))
-        there = GPU if device is None else torch.device(device.type, device.index or 0)
+        own = self.device
+        there = own if device is None else torch.device(device.type, device.index or 0)
         if there.type == "cpu":
             there = CPU
-        if there == GPU and dtype in (None, self.dtype) and not copy:
+        if there == own and dtype in (None, self.dtype) and not copy:
             return self
         return aten._to_copy(self, dtype=dtype, device=there, non_blocking=non_blocking)
 
@@ -128,7 +148,7 @@ class OnGpu(Tensor):
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
 
     def untyped_storage(self):
-        return Storage(self.host.untyped_storage(), self.gpu, GPU)
+        return Storage(self.host.untyped_storage(), self.gpu, self.device)
 
     def set_(self, source: Storage, offset: int, size, stride) -> OnGpu:
         """Return a tensor over memory that another one has."""
@@ -219,19 +239,30 @@ class _Mode(TorchDispatchMode):
 class _Names(TorchFunctionMode):
     """Gives "cuda" its number, which PyTorch would ask the driver for."""
 
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self._device = device
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.device:
             return func(*args, **(kwargs or {}))
         if func is Tensor.cuda:
-            return args[0].to(GPU)
-        args, kwargs = tree_map(_numbered, (args, kwargs or {}))
+            return args[0].to(self._device)
+        args, kwargs = tree_map(self._numbered, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+    def _numbered(self, x):
+        if not isinstance(x, (str, torch.device)):
+            return x
+        is_named = x == self._device.type if isinstance(x, str) else x.type == self._device.type
+        return self._device if is_named else x
 
 
 class ImaginedGpu:
     """The device: what was launched, and its tensors."""
 
-    def __init__(self):
+    def __init__(self, device: torch.device = GPU):
+        self.device = device
         self.streams = Streams()
         self.allocated: list[int] = []  # bytes of each tensor that was made on it
         # Quantised products with their arguments, which PyTorch has taken for a GPU's.
@@ -251,7 +282,7 @@ class ImaginedGpu:
         if not getattr(self._entered, "mode", None):
             self._entered.mode = contextlib.ExitStack()
             self._entered.mode.enter_context(_Mode(self))
-            self._entered.mode.enter_context(_Names())
+            self._entered.mode.enter_context(_Names(self.device))
 
     def leave_thread(self) -> None:
         """Undo enter_thread."""
@@ -294,11 +325,13 @@ class ImaginedGpu:
         is_of_host = tensors and not any(isinstance(x, OnGpu) for x in tensors)
         if wanted == CPU and not is_of_host and _is_asked_by_autograd():
             # Its formulas make tensors where they take the others to be.
-            kwargs = {**kwargs, "device": GPU}
-            wanted = GPU
-        makes_there = any(isinstance(x, torch.device) and x.type == "cuda" for x in leaves)
-        makes_there |= wanted == GPU
+            kwargs = {**kwargs, "device": self.device}
+            wanted = self.device
+        own = self.device.type
+        makes_there = any(isinstance(x, torch.device) and x.type == own for x in leaves)
+        makes_there |= wanted == self.device
         pins = bool(kwargs.get("pin_memory"))
+        assert not (pins and own == "mps"), "an Apple GPU shares the host's memory: nothing to pin"
         if not makes_there and not any(isinstance(x, OnGpu) for x in tensors):
             return self._run_on_host(func, args, kwargs, tensors, pins=pins)
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
@@ -402,7 +435,7 @@ class ImaginedGpu:
             return None
         given = args
         if func in _TAKES_CPU_INDICES:
-            there = [_index_on_gpu(x) for x in args[1]]
+            there = [self._index(x) for x in args[1]]
             given = (args[0], there, *args[2:])
         key = (func, *map(_kind_of, tree_flatten((given, kwargs))[0]))
         if key not in self._checks:
@@ -432,9 +465,13 @@ class ImaginedGpu:
         if isinstance(x, FakeTensor):
             return x
         host = _host_of(x)
-        device = GPU if isinstance(x, OnGpu) else CPU
+        device = self.device if isinstance(x, OnGpu) else CPU
         meta = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device="meta")
         return FakeTensor(self._fake, meta, device)
+
+    def _index(self, x):
+        """Return an index, which a GPU would copy to itself."""
+        return x if not isinstance(x, Tensor) or isinstance(x, OnGpu) else OnGpu(x, self)
 
     def _look(self, func, args, tensors, *, to_host: bool) -> None:
         """Refuse what cannot be captured."""
@@ -454,6 +491,8 @@ class ImaginedGpu:
         names = [argument.name for argument in func._schema.arguments]
         is_async = bool({**dict(zip(names, args)), **kwargs}.get("non_blocking"))
         hosts = [x for x in tensors if not isinstance(x, OnGpu)]
+        if is_async and (hosts or to_host) and self.device == APPLE:
+            raise OrderError(f"{func}: nothing waits for this copy")
         is_pinned = all(isinstance(x, Pinned) for x in hosts)
         if func not in _COPIES:
             return
@@ -485,6 +524,8 @@ class ImaginedGpu:
 
     def _wrap(self, value):
         if isinstance(value, Tensor) and not isinstance(value, OnGpu):
+            if self.device == APPLE and value.dtype == torch.float64:
+                raise TypeError("the MPS framework doesn't support float64")
             return self.put(value)
         return value
 
@@ -495,11 +536,6 @@ def _is_asked_by_autograd() -> bool:
     while frame is not None and frame.f_code.co_filename.endswith(_BETWEEN):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.endswith("torch/autograd/graph.py")
-
-
-def _numbered(x):
-    is_name = x == "cuda" if isinstance(x, str) else isinstance(x, torch.device)
-    return GPU if is_name and torch.device(x).type == "cuda" else x
 
 
 def _kind_of(x):
@@ -559,11 +595,6 @@ def _assert_one_device(func, args) -> None:
     assert len(devices) <= 1, f"{func} of tensors on {devices}"
 
 
-def _index_on_gpu(x):
-    """An index that a GPU would copy to itself."""
-    return x if not isinstance(x, Tensor) or isinstance(x, OnGpu) else OnGpu(x, None)
-
-
 def _room_for(fake):
     """Memory for a result, full of what nobody should read."""
     if not isinstance(fake, Tensor):
@@ -605,10 +636,46 @@ def imagined_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[ImaginedGpu]:
     with contextlib.ExitStack() as stack:
         for name, stand_in in stand_ins.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
-        threads = mock.patch.object(threading.Thread, "run", lambda thread: gpu.run_thread(thread))
-        stack.enter_context(threads)
         opened = staticmethod(gpu.open_shared)
         stack.enter_context(mock.patch.object(torch.UntypedStorage, "_new_shared_cuda", opened))
+        stack.enter_context(_entered(gpu))
+        yield gpu
+
+
+@contextlib.contextmanager
+def untouchable_gpu(*, is_there: bool = True) -> Iterator[None]:
+    """A GPU that torch.cuda says is there or is not, and every other call of which is an error."""
+    with contextlib.ExitStack() as stack:
+        for name in _OF_CUDA:
+            no = mock.Mock(side_effect=AssertionError(f"torch.cuda.{name} is called"))
+            stack.enter_context(mock.patch.object(torch.cuda, name, no))
+        stack.enter_context(mock.patch.object(torch.cuda, "is_available", lambda: is_there))
+        yield
+
+
+@contextlib.contextmanager
+def imagined_apple_gpu() -> Iterator[ImaginedGpu]:
+    """A Mac's GPU, for the block. torch.backends.mps says that it is there."""
+    gpu = ImaginedGpu(APPLE)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(untouchable_gpu(is_there=False))
+        for module, name, value in (
+            (torch.backends.mps, "is_available", True),
+            (torch.mps, "recommended_max_memory", 16 << 30),
+            (torch.mps, "driver_allocated_memory", 0),
+        ):
+            said = mock.Mock(return_value=value)
+            stack.enter_context(mock.patch.object(module, name, said))
+        stack.enter_context(_entered(gpu))
+        yield gpu
+
+
+@contextlib.contextmanager
+def _entered(gpu: ImaginedGpu) -> Iterator[None]:
+    """Have a device for a block, in this thread and those that it starts."""
+    with contextlib.ExitStack() as stack:
+        threads = mock.patch.object(threading.Thread, "run", lambda thread: gpu.run_thread(thread))
+        stack.enter_context(threads)
         nothing = mock.patch.object(torch._C, "_host_emptyCache", lambda: None, create=True)
         stack.enter_context(nothing)
         # A PyTorch built for CUDA would look for a driver.
@@ -620,11 +687,22 @@ def imagined_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[ImaginedGpu]:
         torch._C._set_only_lift_cpu_tensors(True)
         gpu.enter_thread()
         try:
-            yield gpu
+            yield
         finally:
             gpu.leave_thread()
             torch._C._set_only_lift_cpu_tensors(lifted)
             torch.__future__.set_overwrite_module_params_on_conversion(overwrites)
 
 
-__all__ = ["CPU", "GPU", "HOST", "ImaginedGpu", "OnGpu", "OrderError", "imagined_gpu"]
+__all__ = [
+    "APPLE",
+    "CPU",
+    "GPU",
+    "HOST",
+    "ImaginedGpu",
+    "OnGpu",
+    "OrderError",
+    "imagined_apple_gpu",
+    "imagined_gpu",
+    "untouchable_gpu",
+]

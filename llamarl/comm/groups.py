@@ -25,7 +25,9 @@ from llamarl.comm.meeting import launcher_store, meet, reaching
 from llamarl.errors import TimedOut
 from llamarl.executor import ExecutorGroup
 from llamarl.machine.allocator import keep_freed_memory
+from llamarl.machine.device import choose_device, num_cores
 from llamarl.machine.precision import use_float32_products
+from llamarl.words.choices import DeviceName
 from llamarl.words.texts import first_of
 
 SHOWN_HOSTS = 4  # that a message names
@@ -53,13 +55,15 @@ def this_rank_info(rank: int, device: torch.device) -> RankInfo:
     # namespace alone.
     processes = Path("/proc/self/ns/pid")
     namespace = os.readlink(processes) if processes.is_symlink() else ""
+    if not hasattr(os, "memfd_create"):  # macOS, where processes cannot share memory without a name
+        namespace = str(os.getpid())
     on_gpu = device.type == "cuda"
     return RankInfo(
         rank=rank,
         host=f"{socket.gethostname()}/{boot_id}/{namespace}",
         gpu=str(torch.cuda.get_device_properties(device).uuid) if on_gpu else None,
         nccl=on_gpu and dist.is_nccl_available(),
-        num_cores=len(os.sched_getaffinity(0)),
+        num_cores=num_cores(),
     )
 
 
@@ -98,10 +102,16 @@ class World:
         return dist.PrefixStore("llamarl", dist.distributed_c10d._get_default_store())
 
 
-def init_world(*, threads: int | None, timeout_s: float, reproducible: bool) -> World:
+def init_world(
+    *,
+    threads: int | None,
+    timeout_s: float,
+    reproducible: bool,
+    device: torch.device | None = None,
+) -> World:
     """Join the processes that torchrun started, or be alone.
 
-    Devices: a GPU a local rank where there are any, else the CPU. timeout_s bounds every
+    device: where this rank computes; None: as this_device("auto"). timeout_s bounds every
     collective. gloo carries everything on CPUs and all that is not a device collective.
     reproducible: nothing that decides about results asks a clock (use_float32_products). TimedOut
     names the ranks that do not come; PeerDied says what could not be reached; BadNetwork, which
@@ -109,15 +119,13 @@ def init_world(*, threads: int | None, timeout_s: float, reproducible: bool) -> 
     """
     rank = int(os.environ.get("RANK", 0))
     size = int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if threads:
         torch.set_num_threads(threads)
-    products = use_float32_products(reproducible=reproducible)
-    device = torch.device("cpu")
+    device = device or this_device("auto")
+    products = use_float32_products(reproducible=reproducible, device=device)
     keep_freed_memory()
-    if torch.cuda.is_available():
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_s)
     launcher = launcher_store(timeout_s)
@@ -157,6 +165,11 @@ def init_world(*, threads: int | None, timeout_s: float, reproducible: bool) -> 
         launcher=launcher,
         network=tuple(network),
     )
+
+
+def this_device(wanted: DeviceName) -> torch.device:
+    """Return the device of this rank (choose_device). BadInput if there is none such."""
+    return choose_device(wanted, local_rank=int(os.environ.get("LOCAL_RANK", 0)))
 
 
 @contextmanager
@@ -332,19 +345,18 @@ def _ranks_on_this_host() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def threads_per_rank(threads: int | None, *, synchronous: bool) -> int | None:
+def threads_per_rank(threads: int | None, *, synchronous: bool, device: torch.device) -> int | None:
     """Return how many threads a rank should use; None: as many as torch would.
 
     Synchronous runs use one on CPU unless told by the config: results depend on the count, and
     should not depend on the environment, nor on how many ranks share the machine. Other runs honour
     OMP_NUM_THREADS.
     """
-    if threads or torch.cuda.is_available():
+    if threads or device.type != "cpu":
         return threads
     if synchronous:
         return 1
     wanted = _wanted_threads()
     if wanted is not None:
         return wanted
-    num_cores = len(os.sched_getaffinity(0))
-    return max(1, num_cores // _ranks_on_this_host())
+    return max(1, num_cores() // _ranks_on_this_host())

@@ -80,12 +80,32 @@ def find_placement(c: Config, world_size: int, found: Findings) -> None:
         return
     placed = placement_of(c, world_size)
     model = _model_at(c.model.path or TINY_MODEL, c.model.implementation)
+    if c.device == "mps":
+        _find_apple(c, placed, found)
     _find_trainer(c, len(placed["trainer"]), model, found)
     _find_shared_models(c, placed, model, found)
     if c.generator.tensor_parallel > 1:
         _find_replicas(c, placed, world_size, found)
         _find_heads("generator", c.generator.tensor_parallel, "model", model, found)
     _find_rings(c, placed, found)
+
+
+def _find_apple(c: Config, placed: dict[str, Ranks], found: Findings) -> None:
+    """Find what a Mac's one GPU cannot do: it has no collectives, memory of its own, or float8."""
+    for name, ranks in placed.items():
+        if name != "generator" and len(ranks) > 1:
+            what = f"ranks cannot share a model on a Mac's GPU; placement.{name}=[{ranks[0]}]"
+            found.add(what, "device", f"placement.{name}")
+    has = {
+        "generator.tensor_parallel": c.generator.tensor_parallel > 1,
+        "generator.quantize": c.generator.quantize != "none",
+        "generator.kind": c.generator.kind == "vllm",
+        "offload": c.offload,
+        "trainer.cpu_offload": c.trainer.cpu_offload,
+    }
+    for key, is_wanted in has.items():
+        if is_wanted:
+            found.add("not on a Mac's GPU; leave it out, or device=cpu", "device", key)
 
 
 def _find_heads(

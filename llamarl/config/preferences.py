@@ -15,7 +15,7 @@ from llamarl.config.rules import check_sampling
 from llamarl.config.schema import Config
 from llamarl.config.sections.reward import AnyRewardSettings, parts_of
 from llamarl.config.sections.task import AnyTaskSettings, EnvironmentSettings
-from llamarl.words.choices import Pairing
+from llamarl.words.choices import DeviceName, Pairing
 from llamarl.words.fields import (
     Count,
     Natural,
@@ -114,6 +114,10 @@ class PreferencesConfig:
     """Tokens of a completion at most."""
     temperature: Positive = marked("identity")
     """Sampling temperature."""
+    device: DeviceName
+    """auto: a GPU where there is one, else the CPU; or one of the others. mps is a Mac's GPU, on
+    which nothing was tried (docs/quickstart.md).
+    """
     threads: Count | None
     """Intra-op threads; null: 1 on CPUs, for equal bits."""
     timeout_s: Positive
@@ -129,7 +133,7 @@ def as_run(config: PreferencesConfig) -> Config:
     """Return a main job that samples and scores in the same way, in one process and without
     evaluations.
     """
-    shared = ("seed", "max_new_tokens", "temperature", "threads", "timeout_s")
+    shared = ("seed", "max_new_tokens", "temperature", "device", "threads", "timeout_s")
     sections = ("task", "reward", "model", "eval", "generator")
     group_size = max(2, min(config.samples, config.generator.max_slots))
     settings = {"eval.every": 0, "group_size": group_size}

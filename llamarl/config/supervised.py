@@ -36,6 +36,7 @@ from llamarl.config.sections.task import (
 )
 from llamarl.config.sections.trainer import ShardedTrainerSettings
 from llamarl.models.config import tiny_directory
+from llamarl.words.choices import DeviceName
 from llamarl.words.fields import (
     AnyText,
     BelowOne,
@@ -143,6 +144,10 @@ class SupervisedConfig:
     """Rows of an optimizer step, over all ranks."""
     lr: Positive = marked("identity")
     """Peak learning rate."""
+    device: DeviceName = marked("outward")
+    """auto: a GPU where there is one, else the CPU; or one of the others, for all that the job
+    computes. mps is a Mac's GPU, on which nothing was tried (docs/quickstart.md).
+    """
     threads: Count | None = marked("outward")
     """Intra-op threads of a rank; null: 1 on CPUs, for equal bits."""
     timeout_s: Positive = marked("outward")
@@ -182,6 +187,12 @@ def check_common(
     found = Findings(to_values(config))
     find_ranks(config.ranks, config.dry_run, world_size, found)
     world_size = config.ranks or world_size
+    if config.device == "mps" and world_size > 1:
+        what = f"{world_size} ranks cannot share a model on a Mac's GPU; start one, or device=cpu"
+        found.add(what, "device")
+    if config.device == "mps" and config.trainer.cpu_offload:
+        what = "not on a Mac's GPU; leave it out, or device=cpu"
+        found.add(what, "device", "trainer.cpu_offload")
     if world_size % config.trainer.replicate:
         found.add(f"must divide the {world_size} ranks", "trainer.replicate")
     files: dict[str, str | None] = {"model.path": f"{config.model.path}/config.json"}
@@ -256,8 +267,9 @@ class SFTConfig(SupervisedConfig):
 
 def as_run(config: SFTConfig) -> Config:
     """Return a main job that only completes the held-out prompts of the task."""
-    shared = ("seed", "max_new_tokens", "threads", "timeout_s", "dry_run", "task", "model", "eval")
-    return sampling_job(config, shared, {"eval.every": 1, "generator.max_slots": SLOTS})
+    values = ("seed", "max_new_tokens", "device", "threads", "timeout_s", "dry_run")
+    settings = {"eval.every": 1, "generator.max_slots": SLOTS}
+    return sampling_job(config, (*values, "task", "model", "eval"), settings)
 
 
 def check_sft(

@@ -87,9 +87,10 @@ class Slots:
             os.close(file)
 
 
-def make_slots(num_bytes: int, device: torch.device, *, shared: bool) -> Slots:
-    """Allocate slots on a device, or on the CPU: there pinned if there is a GPU, or in shared
-    memory.
+def make_slots(
+    num_bytes: int, device: torch.device, *, shared: bool, pinned: bool = False
+) -> Slots:
+    """Allocate slots on a device, or on the CPU: there in shared memory, or pinned for a GPU.
 
     WeightsError, with the alternative, if there is no room.
     """
@@ -99,8 +100,7 @@ def make_slots(num_bytes: int, device: torch.device, *, shared: bool) -> Slots:
     num_bytes += _COUNTER_BYTES
     if shared:
         return _shared_slots(num_bytes)
-    is_pinned = torch.cuda.is_available()
-    zeros = partial(torch.zeros, num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+    zeros = partial(torch.zeros, num_bytes, dtype=torch.uint8, pin_memory=pinned)
     return _with_counters([zeros() for _ in range(NUM_SLOTS)])
 
 

@@ -179,8 +179,9 @@ class WeightsReceiver:
                     parameter.data = view
             else:
                 targets = [local(parameter) for parameter in self._parameters]
-                torch._foreach_copy_(targets, views, non_blocking=True)
-                if targets[0].is_cuda:
+                on_gpu = targets[0].is_cuda
+                torch._foreach_copy_(targets, views, non_blocking=on_gpu)
+                if on_gpu:
                     torch.cuda.current_stream().synchronize()  # the buffer may be written again
             return staged
 

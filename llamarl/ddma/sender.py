@@ -65,6 +65,7 @@ class WeightsSender:
             aligned(buckets[-1].end) if buckets else 0,
             device if route.on_device else torch.device("cpu"),
             shared=any(out.link.transport == "shm" for out in links),
+            pinned=device.type == "cuda",
         )
         # A device's copies are not counted as they end.
         if device.type != "cpu" or route.ranks_outnumber_cores:
@@ -368,9 +369,10 @@ class Staging:
         for bucket in self._buckets:
             targets = [region.view_in(slot) for region in bucket.regions]
             sources = [self._part(held, region) for region in bucket.regions]
-            torch._foreach_copy_(targets, sources, non_blocking=True)
+            on_gpu = self._device.type == "cuda"
+            torch._foreach_copy_(targets, sources, non_blocking=on_gpu)
             event = None
-            if self._device.type == "cuda":
+            if on_gpu:
                 event = torch.cuda.Event()
                 event.record()
             progress.mark(event)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llamarl.inference.schedule import Room, whole_blocks
+from llamarl.machine.device import has_float64
 from llamarl.models.attention import PRODUCTS, PackedAttention, Scores, fused, scored
 from llamarl.models.decoder import Decoder
 from llamarl.models.fused import gpu_kernels
@@ -45,10 +46,11 @@ class SlotCache:
         self._shapes = decoder.cached_shapes or [(0, 0)] * len(decoder.layers)
         if decoder.config.is_read_alone:
             self._shapes = [(1, 1)]  # of token ids, in the place of keys and of values
+        self.device = decoder.tok_embeddings.weight.device
         self.dtype = dtype or decoder.tok_embeddings.weight.dtype
         if decoder.config.is_read_alone:
-            self.dtype = torch.float64
-        self.device = decoder.tok_embeddings.weight.device
+            # float32 holds ids below 2^24, which all are, where a device has no float64.
+            self.dtype = torch.float64 if has_float64(self.device) else torch.float32
         self.room = Room(
             max_slots=max_slots,
             max_len=max_len,

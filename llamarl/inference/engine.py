@@ -52,6 +52,7 @@ from llamarl.inference.schedule import PrefillChunk, Sample, Scheduler, Start, T
 from llamarl.inference.slots import SlotEngine
 from llamarl.inference.stop_strings import Decode
 from llamarl.machine.allocator import keep_freed_memory
+from llamarl.machine.device import choose_device
 from llamarl.models.build import Decoder
 from llamarl.models.peft import load_policy
 from llamarl.models.sharding import num_parameters
@@ -150,7 +151,7 @@ class Engine(SlotEngine):
         is_recordable = (
             decoder.config.implementation == "native" and decoder.tensor_parallel is None
         )
-        if cuda_graphs and not self._on_cpu and is_recordable:
+        if cuda_graphs and self.device.type == "cuda" and is_recordable:
             self._graphs = DecodeGraphs(
                 self.device, self._cache.rows - 2, self._cache.capacity, self._decode_rows
             )
@@ -169,7 +170,7 @@ class Engine(SlotEngine):
         adapter: str | Path | None = None,
         **options,
     ) -> Engine:
-        """Build the engine of a Hugging Face directory. device None: the GPU if there is one;
+        """Build the engine of a Hugging Face directory. device None: choose_device's;
         adapter: a PEFT directory, whose adapters stay beside the weights; options: the
         constructor's others.
 
@@ -178,7 +179,7 @@ class Engine(SlotEngine):
         if dtype not in _DTYPES:
             raise ValueError(f"dtype={dtype!r}: need one of {', '.join(_DTYPES)}")
         if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+            device = choose_device()
         decoder = load_policy(path, adapter, dtype=getattr(torch, dtype), device=device)
         check_agreement(decoder, path, torch.device(device), getattr(torch, dtype))
         return cls(decoder, max_slots=max_slots, max_len=max_len, device=device, **options)
@@ -451,8 +452,8 @@ class Engine(SlotEngine):
                 max(done, first),
                 prompts[batch],
                 copies[batch],
-                self._rows.token[decoding],
-                self._rows.position[decoding],
+                self._rows.token[decoding].to(self.device),
+                self._rows.position[decoding].to(self.device),
                 starts=places[batch] if any(places[batch]) else (),
             )
             done = self._append(done, logits_RV)
@@ -508,9 +509,9 @@ class Engine(SlotEngine):
 
     def _decode_rows(self, num_rows: int, longest: int) -> None:
         """`_advance` without a graph: decoded, sampled and recorded in place."""
-        tokens = self._rows.token[:num_rows]
-        positions = self._rows.position[:num_rows]
-        live = self._rows.live[:num_rows]
+        tokens = self._rows.token[:num_rows].to(self.device)
+        positions = self._rows.position[:num_rows].to(self.device)
+        live = self._rows.live[:num_rows].to(self.device)
         logits_NV = self._runner.decode(0, tokens, positions, longest, live)
         self._append(0, logits_NV)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from llamarl.inference.requests import Recorded, Request
 from llamarl.inference.sampler import process, sample, sample_keys, uniforms
 from llamarl.inference.schedule import Sample
+from llamarl.machine.device import CPU, has_float64
 from llamarl.types import begin_of_turn
 
 
@@ -33,12 +34,14 @@ class Demands:
 
 class Rows:
     """One entry (or row) a slot. Rows that have ended but are not yet taken out go on computing and
-    record nothing.
+    record nothing. They are on the CPU if the device has no float64, in which tokens are drawn.
     """
 
     def __init__(self, max_slots: int, max_len: int, device: torch.device):
+        at = device if has_float64(device) else CPU
+
         def zeros(*width: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(max_slots, *width, dtype=dtype, device=device)
+            return torch.zeros(max_slots, *width, dtype=dtype, device=at)
 
         self.token = zeros()  # [R], the newest token; the decoder reads it next
         self.position = zeros()  # [R], its place
@@ -128,6 +131,8 @@ class Rows:
         """Sample one token for each of `rows`, record it where the row is live, and end the rows
         that it ends. version: [1].
         """
+        logits_RV = logits_RV.to(self.token.device)
+        version = version.to(self.token.device)
         count = self.count[rows]
         live = self.live[rows]
         stops = self.stops[rows]
@@ -217,5 +222,7 @@ class Rows:
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy rows `source` to rows `target`."""
+        source = source.to(self.token.device)
+        target = target.to(self.token.device)
         for table in self.tables():
             table.index_copy_(0, target, table.index_select(0, source))

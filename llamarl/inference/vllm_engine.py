@@ -161,6 +161,7 @@ def worker_environment(device: torch.device) -> dict[str, str]:
         own = visible.split(",")[index] if visible else str(index)
         environment["CUDA_VISIBLE_DEVICES"] = own
     else:
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # device=cpu where there is a GPU
         environment["TORCHDYNAMO_DISABLE"] = "1"  # it would compile one small function, for seconds
     return environment
 

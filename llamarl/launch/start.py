@@ -18,7 +18,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from llamarl.comm.groups import SHOWN_HOSTS, World, init_world, threads_per_rank
+from llamarl.comm.groups import (
+    SHOWN_HOSTS,
+    World,
+    init_world,
+    this_device,
+    threads_per_rank,
+)
 from llamarl.config.by_model import told
 from llamarl.config.command_line import Config
 from llamarl.config.preferences import PreferencesConfig
@@ -115,9 +121,14 @@ def launch(config: Config) -> Iterator[Job]:
 def joined_world(
     config: Config | SupervisedConfig | PreferencesConfig, *, reproducible: bool
 ) -> World:
-    """Join the world of the job's ranks, with the threads of one rank, and seed torch."""
-    threads = threads_per_rank(config.threads, synchronous=reproducible)
-    world = init_world(threads=threads, timeout_s=config.timeout_s, reproducible=reproducible)
+    """Join the world of the job's ranks, with the device and the threads of one rank, and seed
+    torch. BadInput for a device that is not there.
+    """
+    device = this_device(config.device)
+    threads = threads_per_rank(config.threads, synchronous=reproducible, device=device)
+    world = init_world(
+        threads=threads, timeout_s=config.timeout_s, reproducible=reproducible, device=device
+    )
     torch.manual_seed(config.seed)
     return world
 

@@ -403,7 +403,11 @@ def to_device(
     batch: PackedBatch, device: torch.device | str
 ) -> tuple[PackedBatch, PackedAttention]:
     """Return the batch with every tensor on `device`, and the attention over its segments."""
-    moved = {f.name: getattr(batch, f.name).to(device, non_blocking=True) for f in fields(batch)}
+    moved = {}
+    for one in fields(batch):
+        tensor = getattr(batch, one.name)
+        # Not so on an Apple GPU, where memory that is copied without a wait must stay as it is.
+        moved[one.name] = tensor.to(device, non_blocking=torch.device(device).type == "cuda")
     on_device = PackedBatch(**moved)
     attention = PackedAttention(on_device.cu_seqlens, on_device.parents)
     attention.routes = on_device.routes if len(on_device.routes) else None

@@ -37,6 +37,7 @@ from torch import Tensor
 from llamarl.learning.segments import Segments
 from llamarl.learning.sft import check_end_token
 from llamarl.learning.supervised import RowsToRead, Sums, SupervisedData, read_data, read_examples
+from llamarl.machine.device import in_float64
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
 from llamarl.models.scorer import scores_at
@@ -188,8 +189,9 @@ def held_out_sums(chosen_N: Tensor, rejected_N: Tensor, margins_N: Tensor) -> Su
     """Return sums over pairs, float64: the loss, scores, and by bin of confidence how many pairs
     there are, how sure the model is of them, and how many it ranks right.
     """
-    chosen_N = chosen_N.double()
-    rejected_N = rejected_N.double()
+    chosen_N = in_float64(chosen_N)
+    rejected_N = in_float64(rejected_N)
+    margins_N = margins_N.to(chosen_N.device)
     differences_N = chosen_N - rejected_N
     is_right_N = (differences_N > 0).double()
     confidence_N = differences_N.abs().sigmoid()

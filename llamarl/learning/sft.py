@@ -185,7 +185,7 @@ def completion_logprobs(decoder: Decoder, batch: PairBatch) -> Tensor:
     attention = PackedAttention(batch.cu_seqlens)
     logprobs_R, _ = decoder(batch.input_ids, batch.positions, attention, head)
     num_pairs = batch.cu_seqlens.numel() - 1
-    return sum_by(logprobs_R.double().cpu(), batch.pairs.cpu(), num_pairs)
+    return sum_by(logprobs_R.cpu().double(), batch.pairs.cpu(), num_pairs)
 
 
 def read_pairs(

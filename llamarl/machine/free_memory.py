@@ -36,6 +36,8 @@ def memory_of(device: torch.device) -> int | None:
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
     if not MEMINFO.exists():
         return None
     for line in MEMINFO.read_text().splitlines():

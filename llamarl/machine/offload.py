@@ -42,10 +42,12 @@ class DeviceSharing:
             return False
         if self.holder is not None:
             self._leave(self.holder)
+        moved: set[str] = set()  # types of devices
         for storage, kept in self._away.pop(name, []):
             storage.resize_(kept.nbytes())
             storage.copy_(kept, non_blocking=True)
-        _settle()
+            moved.add(storage.device.type)
+        _settle(moved)
         self.holder = name
         return True
 
@@ -63,7 +65,7 @@ class DeviceSharing:
             kept = room.untyped_storage()
             kept.copy_(storage, non_blocking=True)
             away.append((storage, kept))
-        _settle()
+        _settle({storage.device.type for storage, _ in away})
         for storage, _ in away:
             storage.resize_(0)
         self._away[name] = away
@@ -71,6 +73,7 @@ class DeviceSharing:
             self.holder = None
 
 
-def _settle() -> None:
-    if torch.cuda.is_available():
+def _settle(device_types: set[str]) -> None:
+    """Wait for the copies from or to devices of these types."""
+    if "cuda" in device_types:
         torch.cuda.synchronize()

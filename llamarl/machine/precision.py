@@ -24,6 +24,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from llamarl.machine.device import choose_device
+
 # The one that was seen to be much the fastest on some CPUs comes first.
 SETTINGS = ("medium", "highest", "high")
 # Times the error of "highest": sums in another order stay below, a shorter mantissa is far above
@@ -50,15 +52,17 @@ class Measured:
         return f"{self.setting} (error {self.error:.0e}, {self.gflops:.0f} GFLOP/s)"
 
 
-def use_float32_products(*, reproducible: bool) -> str:
+def use_float32_products(*, reproducible: bool, device: torch.device | None = None) -> str:
     """Set the fastest precision whose float32 products are float32's, for this process. Returns
-    which that is, and what the others gave. On a GPU nothing is tried.
+    which that is, and what the others gave. device: what the process computes on, None: choose_device's.
+    On a GPU nothing is tried.
 
     reproducible: decide by the errors alone, in the order of SETTINGS, so that every run on one
     machine decides alike. Else a setting that is clearly faster goes before. A GPU's TF32 is never
     taken: the trainer's and the generator's kernels would differ by more than a float32 run may.
     """
-    if torch.cuda.is_available():
+    device = device or choose_device()
+    if device.type != "cpu":
         torch.set_float32_matmul_precision("highest")
         return "highest"
     tried = [measure(setting) for setting in SETTINGS]

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from llamarl.errors import NoWeights
 from llamarl.learning.collation import collate
+from llamarl.machine.device import in_float64
 from llamarl.memory import ITEMSIZES, encoder_numbers
 from llamarl.models.attention import PackedAttention
 from llamarl.models.config import read_config
@@ -99,7 +100,7 @@ def mean_pairwise_distance(vectors_NE: Tensor) -> float:
 
 def unit(vectors_NE: Tensor) -> Tensor:
     """[N, E] float64 of length 1; zeros stay zeros."""
-    return F.normalize(vectors_NE.double(), dim=1)
+    return F.normalize(in_float64(vectors_NE), dim=1)
 
 
 def _embedded(

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+DeviceName = Literal["auto", "cpu", "cuda", "mps"]
+
 Advantages = Literal["group_mean", "group_mean_std", "leave_one_out", "turns", "gae"]
 Schedule = Literal["constant", "linear", "cosine", "wsd"]
 Governor = Literal["auto", "oppo", "window"]

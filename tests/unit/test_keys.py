@@ -79,7 +79,7 @@ def test_the_keys_of_a_runs_identity_and_those_that_decide_what_its_prompts_are(
     [
         (  # the keys that make no other variant
             "outward",
-            "seed run_dir resume resume_with_other dry_run ranks threads timeout_s "
+            "seed run_dir resume resume_with_other dry_run ranks device threads timeout_s "
             "heartbeat_timeout_s straggler_factor checkpoint metrics eval",
             "eval.target",
             "eval.every",

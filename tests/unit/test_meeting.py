@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from llamarl.comm import meeting
@@ -16,6 +15,7 @@ from llamarl.controller import ExecutorController
 from llamarl.errors import BadNetwork, TimedOut
 from llamarl.launch import start
 from llamarl.launch.run_files import recorded
+from llamarl.machine.device import CPU
 from llamarl.observe import ended, sinks
 from llamarl.observe.rows import RowWriter
 
@@ -89,10 +89,9 @@ def test_omp_num_threads_is_honoured_where_the_user_has_set_it(monkeypatch, vari
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(4))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert threads_per_rank(None, synchronous=False) == wanted
-    assert threads_per_rank(7, synchronous=False) == 7, "the config comes first"
-    assert threads_per_rank(None, synchronous=True) == 1, "its bits depend on the count"
+    assert threads_per_rank(None, synchronous=False, device=CPU) == wanted
+    assert threads_per_rank(7, synchronous=False, device=CPU) == 7, "the config comes first"
+    assert threads_per_rank(None, synchronous=True, device=CPU) == 1, "its bits depend on the count"
 
 
 def test_half_of_a_launchers_variables_is_named(monkeypatch):

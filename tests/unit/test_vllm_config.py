@@ -138,7 +138,7 @@ def test_the_worker_sees_nothing_of_torchrun_and_one_gpu(monkeypatch):
     for name in of_torchrun:
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("RANKING", "kept")
-    assert worker_environment(CPU)["CUDA_VISIBLE_DEVICES"] == "3,5"
+    assert worker_environment(CPU)["CUDA_VISIBLE_DEVICES"] == ""
     found = worker_environment(torch.device("cuda", 1))
     assert found["CUDA_VISIBLE_DEVICES"] == "5" and found["RANKING"] == "kept"
     assert not of_torchrun & found.keys()

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from llamarl.words.choices import Governor
+from llamarl.words.choices import DeviceName, Governor
 from llamarl.words.fields import (
     AnyText,
     AtLeastOne,
@@ -85,6 +85,10 @@ class RunSettings:
     """Sampling temperature. The trainer scores tokens at the same temperature."""
     lr: Positive
     """Peak learning rate."""
+    device: DeviceName = marked("outward")
+    """auto: a GPU where there is one, else the CPU; or one of the others, for all that the job
+    computes. mps is a Mac's GPU, on which nothing was tried (docs/quickstart.md).
+    """
     threads: Count | None = marked("answers", "outward")
     """Intra-op threads of a rank; null: on CPUs 1 with max_lag=0 (for equal bits), else
     OMP_NUM_THREADS if it is set, else the machine's cores over its ranks; with GPUs torch's own
