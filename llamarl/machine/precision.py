@@ -54,8 +54,8 @@ class Measured:
 
 def use_float32_products(*, reproducible: bool, device: torch.device | None = None) -> str:
     """Set the fastest precision whose float32 products are float32's, for this process. Returns
-    which that is, and what the others gave. device: what the process computes on, None: choose_device's.
-    On a GPU nothing is tried.
+    which that is, and what the others gave. device: what the process computes on; None:
+    choose_device's. On a GPU nothing is tried.
 
     reproducible: decide by the errors alone, in the order of SETTINGS, so that every run on one
     machine decides alike. Else a setting that is clearly faster goes before. A GPU's TF32 is never
