@@ -180,7 +180,7 @@ class NativeDecode:
             assert isinstance(its, Layer) and isinstance(its.mlp, FeedForward), "as `fits` saw"
             attn, mlp = its.attn, its.mlp
             qkv = (attn.q_proj, attn.k_proj, attn.v_proj)
-            by_groups = partial(_by_groups, attn.num_cached_kv_heads)
+            by_groups = partial(_by_groups, config.num_key_value_heads)
             of_layer = [
                 _Product(layer, "qkv_low", {"qkv": qkv}, width, multiple, by_groups),
                 _Product(layer, "output_low", {"output": (attn.output_proj,)}, width, multiple),

@@ -24,9 +24,9 @@ from torch import Tensor
 from llamarl.learning.segments import wide_dtype
 from llamarl.memory import CHUNK_TOKENS, KEEP_BYTES, KEEP_LOGITS
 from llamarl.models.attention import PackedAttention, rounded_up
+from llamarl.models.decoder import Decoder
 from llamarl.models.fused import add_up, kernels, weight_gradient
 from llamarl.models.parity import Canary, Sequence
-from llamarl.models.protocol import LanguageModel
 from llamarl.types import Group, PackedBatch
 
 # A logit that is out of the distribution. e^-1e30 is 0 and, unlike for -infinity, so is 0 * -1e30.
@@ -415,7 +415,7 @@ def to_device(
 
 
 def label_head(
-    decoder: LanguageModel,
+    decoder: Decoder,
     batch: PackedBatch,
     *,
     temperature: float,
@@ -437,7 +437,7 @@ def label_head(
 
 @torch.no_grad()
 def label_logprobs(
-    decoder: LanguageModel,
+    decoder: Decoder,
     microbatch: PackedBatch,
     device: torch.device,
     *,
@@ -453,7 +453,7 @@ def label_logprobs(
 
 @torch.no_grad()
 def canary_of(
-    decoder: LanguageModel,
+    decoder: Decoder,
     sequences: list[Sequence],
     device: torch.device,
     *,

@@ -56,11 +56,11 @@ from llamarl.learning.step_metrics import (
 from llamarl.learning.targets import Shaping, Targets, make_targets, teaching, without_truncated
 from llamarl.learning.values import Critic
 from llamarl.models.build import Decoder
+from llamarl.models.decoder import Head
 from llamarl.models.fsdp import drop_gradients, next_backward, reshard, tensor_groups
 from llamarl.models.hf import named_parameters_hf
 from llamarl.models.lora import adapters_off
 from llamarl.models.parity import ParityLimits
-from llamarl.models.protocol import Head
 from llamarl.models.routing import Routing
 from llamarl.types import Group, PackedBatch
 

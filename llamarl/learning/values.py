@@ -34,9 +34,9 @@ from llamarl.learning.step_metrics import Metric, Metrics, Reduction, metrics_of
 from llamarl.learning.trained_model import TrainedModel, load_decoder
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
+from llamarl.models.decoder import Head
 from llamarl.models.fsdp import held_box, is_dtensor, local, local_rows, tensor_groups
 from llamarl.models.hf import named_parameters_hf
-from llamarl.models.protocol import Head
 from llamarl.models.scorer import scores_at
 from llamarl.models.sharded_state import (
     Shard,

@@ -28,7 +28,7 @@ from llamarl.models.fused import (
     rotate,
 )
 from llamarl.models.sharding import heads_of
-from llamarl.models.tp import KeyValueSharing, TensorParallel, copied, summed
+from llamarl.models.tp import KeyValueSharing, TensorParallel, copied, place_of, summed
 
 # Up to this many keys the CPU's fused kernel, made for long sequences, takes up to 15 times as long
 # as plain products.
@@ -474,22 +474,12 @@ class Attention(nn.Module):
 
     def __init__(self, layer: int, config: ModelConfig, tp: TensorParallel | None = None):
         super().__init__()
-        self.sharing: KeyValueSharing | None = None
-        if tp:
-            heads = heads_of(config, tp.rank, tp.size)
-            self.sharing = KeyValueSharing(config, tp)
-        else:
-            heads = heads_of(config, 0, 1)
+        heads = heads_of(config, *place_of(tp))
+        self.sharing = KeyValueSharing(config, tp) if tp else None
         self.layer = layer
         self.head_dim = config.head_dim
         self.tp = tp
-        self.num_cached_kv_heads = heads.num_kv
-        self.repeats: tuple[int, ...] = ()
-        if not heads.uniform:
-            # A kernel takes equally many query heads for every K/V head; where they are not, each
-            # query head gets its own.
-            self.repeats = heads.readers
-            self.num_cached_kv_heads = heads.num_query
+        self.repeats = () if heads.uniform else heads.readers
         width = config.hidden_size
         query_width = heads.num_query * config.head_dim
         kv_width = heads.num_kv * config.head_dim
@@ -506,7 +496,7 @@ class Attention(nn.Module):
 
     def forward(self, x_TD: Tensor, *, mask: AttentionContext, input_pos: Angles) -> Tensor:
         num_tokens = x_TD.shape[0]
-        if self.tp and self.sharing:
+        if self.sharing:
             x_TD = copied(x_TD, self.tp)
             q = self.q_proj(x_TD)
             k = self.sharing(self.k_proj, x_TD)
@@ -524,18 +514,14 @@ class Attention(nn.Module):
             v = repeated(v, self.repeats)
         attended_THK = mask.attend(self.layer, q, k, v)
         (out_TD,) = projections(attended_THK.reshape(num_tokens, -1), self.output_proj)
-        if self.tp:
-            out_TD = summed(out_TD, self.tp)
-        return out_TD
+        return summed(out_TD, self.tp)
 
     def _normed(self, x_THK: Tensor, norm: RMSNorm | None) -> Tensor:
         """Norm every head, if the family does that."""
         if norm is None:
             return x_THK
-        scale_K: Tensor = norm.scale
-        if self.tp:
-            # Whole on every rank, which sees its own heads alone: the gradient is the sum of all.
-            scale_K = copied(scale_K, self.tp)
+        # Whole on every rank, which sees its own heads alone: the gradient is the sum of all.
+        scale_K = copied(norm.scale, self.tp)
         _, normed_THK = add_rms_norm(x_THK, None, scale_K, norm.eps)
         return normed_THK
 

@@ -3,30 +3,25 @@
     decoder = build_decoder(read_config(DIR))            # on the meta device unless told otherwise
     logits_TV = decoder(tokens_T, positions_T, PackedAttention(cu_seqlens))
 
-The decoder is a LanguageModel (llamarl.models.protocol), which is what the rest of the package asks
-of one. What the layers of a family are made of is an entry of FAMILIES in families.py;
-docs/models.md says how to add one.
+What the layers of a family are made of is an entry of FAMILIES in families.py; docs/models.md says
+how to add one.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llamarl.models.attention import Angles, Attention, AttentionContext, rotary_of
 from llamarl.models.config import ModelConfig, read_config
 from llamarl.models.decoder import Decoder
-from llamarl.models.fsdp import is_dtensor
 from llamarl.models.fused import RMSNorm, projections, swiglu
 from llamarl.models.lora import add_lora
-from llamarl.models.protocol import Head
 from llamarl.models.shape import AUTO, IMPLEMENTATIONS
 from llamarl.models.sharding import span
-from llamarl.models.tp import SplitEmbedding, TensorParallel, copied, gathered, summed
+from llamarl.models.tp import SplitEmbedding, TensorParallel, copied, place_of, summed
 
 __all__ = [
     "Decoder",
@@ -50,21 +45,15 @@ class FeedForward(nn.Module):
         super().__init__()
         self.tp = tp
         dim = config.hidden_size
-        hidden_dim = config.intermediate_size
-        if tp:
-            hidden_dim = span(hidden_dim, tp.rank, tp.size)[1]
+        _, hidden_dim = span(config.intermediate_size, *place_of(tp))
         self.w1 = nn.Linear(dim, hidden_dim, bias=False)
         self.w2 = nn.Linear(hidden_dim, dim, bias=False)
         self.w3 = nn.Linear(dim, hidden_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.tp:
-            x = copied(x, self.tp)
-        gate, up = projections(x, self.w1, self.w3)
+        gate, up = projections(copied(x, self.tp), self.w1, self.w3)
         (y,) = projections(swiglu(gate, up), self.w2)
-        if self.tp:
-            y = summed(y, self.tp)
-        return y
+        return summed(y, self.tp)
 
 
 class Layer(nn.Module):
@@ -104,42 +93,14 @@ class NativeDecoder(Decoder):
             self.tok_embeddings = _embedding(config.vocab_size, dim)
         self.layers = nn.ModuleList(Layer(i, config, tp) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(dim, eps=config.rms_norm_eps)
-        self.output: nn.Module
-        if config.labels or config.tie_word_embeddings:
-            self.output = nn.Identity()
-        else:
-            self.output = nn.Linear(dim, self.tok_embeddings.num_embeddings, bias=False)
+        self.output = nn.Identity()
         if config.labels:
             self.score = nn.Linear(dim, len(config.labels), bias=False)
+        elif not config.tie_word_embeddings:
+            self.output = nn.Linear(dim, self.tok_embeddings.num_embeddings, bias=False)
         self.config = config
         self.tensor_parallel = tp
         self._rotary = rotary_of(config)
-
-    def to_empty(self, *, device: str | torch.device | int | None, recurse: bool = True) -> Self:
-        """Give every parameter uninitialised memory on `device`, as nn.Module does. Parameters that
-        are not sharded bypass PyTorch's decompositions, which load sympy.
-        """
-        if any(is_dtensor(parameter) for parameter in self.parameters()):
-            return super().to_empty(device=device, recurse=recurse)
-
-        def memory_like(tensor: Tensor) -> Tensor:
-            shape, strides = tensor.shape, tensor.stride()
-            return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=device)
-
-        return self._apply(memory_like, recurse=recurse)
-
-    @property
-    def output_weight(self) -> Tensor:
-        """The output weight [V, D], or this rank's rows of a split vocabulary: the embedding itself
-        when tied. A scorer's is [labels, D].
-        """
-        if self.config.labels:
-            return self.score.weight
-        if self.config.tie_word_embeddings:
-            return self.tok_embeddings.weight
-        weight = self.output.weight
-        assert isinstance(weight, Tensor), "an untied head has a weight"
-        return weight
 
     def rotary(self, positions_T: Tensor, longest: int) -> Angles:
         """Return cos and sin [T, 1, K] of positions below `longest`. The first call builds the
@@ -153,46 +114,14 @@ class NativeDecoder(Decoder):
         """
         if hasattr(self.output, "weight_scale"):
             return self.output(h_TD)
-        return F.linear(h_TD, weight_VD)
+        return super().project(h_TD, weight_VD)
 
-    @property
-    def cached_shapes(self) -> list[tuple[int, int]]:
-        """The K/V heads of each layer that this rank's attention hands to its context, and their
-        features.
-        """
-        first = self.layers[0]
-        assert isinstance(first, Layer), f"a decoder's layers are {Layer.__name__}s"
-        return [(first.attn.num_cached_kv_heads, self.config.head_dim)] * len(self.layers)
-
-    def forward(
-        self,
-        tokens_T: Tensor,
-        positions_T: Tensor,
-        attention: AttentionContext,
-        head: Head | None = None,
-    ):
-        """Logits [T, V] in the model's dtype, or what `head` (default: `project`) makes of the
-        normed hidden states and the output weight.
-
-        Collective over the ranks of a tensor-parallel decoder. Where these split the vocabulary,
-        `head` must return the logits [..., V / ranks] of the rows that it is given, and every rank
-        gets them all.
-        """
-        num_tokens = len(tokens_T)
-        if attention.padding:
-            tokens_T = F.pad(tokens_T, (0, attention.padding))
-            positions_T = F.pad(positions_T, (0, attention.padding))
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, attention: AttentionContext) -> Tensor:
+        """Return the normed hidden states [T, D] of tokens, padding included."""
         h = self.tok_embeddings(tokens_T)
         rotary = self.rotary(positions_T, attention.longest)
         h = self.through_layers(h, mask=attention, input_pos=rotary)
-        h = self.norm(h)[:num_tokens]
-        head = head or self.project
-        tp = self.tensor_parallel
-        if tp is None or not tp.split_vocabulary or self.config.labels:
-            return head(h, self.output_weight)
-        logits = head(copied(h, tp), self.output_weight)
-        assert isinstance(logits, Tensor), "a split vocabulary has a head that returns logits"
-        return gathered(logits, self.config.vocab_size, tp)
+        return self.norm(h)
 
 
 def config_of(path: str | Path, made_by: str = AUTO) -> ModelConfig:

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from llamarl.models.protocol import LanguageModel
 from llamarl.models.sharding import (
     Box,
     Shape,
@@ -33,9 +32,11 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
+    from llamarl.models.decoder import Decoder
+
 
 def wrap(
-    decoder: LanguageModel,
+    decoder: Decoder,
     mesh: DeviceMesh | None,
     compute_dtype: torch.dtype,
     *,
@@ -63,12 +64,11 @@ def wrap(
     wrap_one = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
     for layer in decoder.layers:
         wrap_one(layer, reshard_after_forward=shard)
-    assert isinstance(decoder, nn.Module), f"{type(decoder).__name__} is no module"
     wrap_one(decoder, reshard_after_forward=False)
     decoder.whole_on_each_rank = not shard
 
 
-def next_backward(decoder: LanguageModel, *, last: bool) -> None:
+def next_backward(decoder: Decoder, *, last: bool) -> None:
     """Prepare a microbatch of an optimizer step; `last` says that it is the step's last one. Where
     a rank holds every weight of its part, weights are cast once a step and gradients add up in
     float32, to be reduced once. Sharded ones do so at every microbatch.
@@ -81,13 +81,13 @@ def next_backward(decoder: LanguageModel, *, last: bool) -> None:
         decoder.set_reshard_after_backward(last)
 
 
-def reshard(decoder: LanguageModel) -> None:
+def reshard(decoder: Decoder) -> None:
     """Release what a forward without backward keeps gathered: embedding, last norm and head."""
     if is_fsdp_module(decoder):
         decoder.reshard()
 
 
-def drop_gradients(decoder: LanguageModel) -> None:
+def drop_gradients(decoder: Decoder) -> None:
     """Drop the gradients of the microbatches so far, if a step ends before its last one."""
     if decoder.masters is not None:
         decoder.masters.forget()
@@ -103,19 +103,19 @@ def drop_gradients(decoder: LanguageModel) -> None:
     decoder.zero_grad(set_to_none=True)
 
 
-def _place_of(decoder: LanguageModel) -> TensorParallel:
+def _place_of(decoder: Decoder) -> TensorParallel:
     """Returns this rank's place among those that share a tensor-parallel decoder."""
     tp = decoder.tensor_parallel
     assert tp is not None, "the decoder is not tensor-parallel"
     return tp
 
 
-def _shape_of(decoder: LanguageModel, name: str) -> Shape:
+def _shape_of(decoder: Decoder, name: str) -> Shape:
     """Return the global shape of the parameter with this Hugging Face name, adapters included."""
     return (parameter_shapes(decoder.config) | adapter_shapes(decoder.config))[name]
 
 
-def _tensor_box(decoder: LanguageModel, name: str) -> Box:
+def _tensor_box(decoder: Decoder, name: str) -> Box:
     """Return the part of the parameter with this Hugging Face name that this rank of a
     tensor-parallel decoder and the others of its mesh hold together.
     """
@@ -126,14 +126,14 @@ def _tensor_box(decoder: LanguageModel, name: str) -> Box:
     )
 
 
-def is_split(decoder: LanguageModel, name: str) -> bool:
+def is_split(decoder: Decoder, name: str) -> bool:
     """Whether tensor-parallel ranks hold different parts of a parameter, not each the whole."""
     if decoder.tensor_parallel is None:
         return False
     return _tensor_box(decoder, name).lengths != _shape_of(decoder, name)
 
 
-def tensor_groups(decoder: LanguageModel, names: Iterable[str]) -> list[dist.ProcessGroup | None]:
+def tensor_groups(decoder: Decoder, names: Iterable[str]) -> list[dist.ProcessGroup | None]:
     """Return, for each parameter with these Hugging Face names, the ranks that hold its other
     tensor-parallel parts; None if each rank holds it whole.
     """
@@ -143,7 +143,7 @@ def tensor_groups(decoder: LanguageModel, names: Iterable[str]) -> list[dist.Pro
     return groups
 
 
-def held_box(decoder: LanguageModel, name: str, parameter: Tensor) -> Box:
+def held_box(decoder: Decoder, name: str, parameter: Tensor) -> Box:
     """Return the part of a parameter that this rank holds."""
     if decoder.tensor_parallel is None:
         box = Box.whole(tuple(parameter.shape))
@@ -176,7 +176,7 @@ def local(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def whole_parameters(
-    decoder: LanguageModel, parameters: Iterable[tuple[str, Tensor]]
+    decoder: Decoder, parameters: Iterable[tuple[str, Tensor]]
 ) -> Iterator[Iterator[tuple[str, Tensor]]]:
     """Collective over a replica's ranks: yield each parameter, one at a time; whole on
     tensor-parallel rank 0, elsewhere the rank's part.
@@ -193,7 +193,7 @@ def whole_parameters(
 
 
 def _made_whole(
-    decoder: LanguageModel, parameters: Iterable[tuple[str, Tensor]]
+    decoder: Decoder, parameters: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
     for name, p in parameters:
         part = p.detach()
@@ -204,7 +204,7 @@ def _made_whole(
         yield name, part
 
 
-def _joined(decoder: LanguageModel, name: str, part: Tensor) -> Tensor:
+def _joined(decoder: Decoder, name: str, part: Tensor) -> Tensor:
     """Collective over the tensor-parallel ranks, whose parts are of one shape: join the parts end
     to end on the first of them.
     """

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from llamarl.errors import BadWeights
 from llamarl.models.config import ModelConfig, oversized, read_config
+from llamarl.models.decoder import Decoder
 from llamarl.models.directory import (
     FLOATING,
     NAMED_TEMPLATES,
@@ -29,7 +30,6 @@ from llamarl.models.directory import (
     read_json,
 )
 from llamarl.models.fsdp import held_box, local
-from llamarl.models.protocol import LanguageModel, Model
 from llamarl.models.shape import HEADS
 from llamarl.models.sharding import Box, Shape, parameter_shapes
 
@@ -108,7 +108,7 @@ def hf_name(name: str) -> str:
     raise KeyError(f"{name} has no Hugging Face name; add it to llamarl/models/hf.py")
 
 
-def named_parameters_hf(decoder: nn.Module | LanguageModel) -> Iterator[tuple[str, nn.Parameter]]:
+def named_parameters_hf(decoder: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield (Hugging Face name, parameter) in the decoder's order, adapters included. Wrapper
     prefixes of checkpointing are dropped.
     """
@@ -224,12 +224,12 @@ def _check_tied(source: SafetensorsDir, *, embedding: str) -> None:
 
 @torch.no_grad()
 def load_weights(
-    decoder: Model,
+    decoder: Decoder,
     path: str | Path,
     *,
     device: str | torch.device = "cpu",
     may_lack: Collection[str] = (),
-) -> Model:
+) -> Decoder:
     """Fill a decoder (on the meta device or not), one tensor at a time, from a model directory.
     Returns it.
 
@@ -265,7 +265,7 @@ def buffers_in(
 
 
 @torch.no_grad()
-def load_buffers(decoder: LanguageModel, path: str | Path, source: Weights | None = None) -> None:
+def load_buffers(decoder: Decoder, path: str | Path, source: Weights | None = None) -> None:
     """Fill the buffers that a directory holds. source: as of buffers_in."""
     stored = buffers_in(path, decoder.config, source)
     for name, buffer in decoder.named_buffers():

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from llamarl.models.decoder import Decoder
 from llamarl.models.fsdp import held_box, is_split, local
 from llamarl.models.fused import Gradients
 from llamarl.models.hf import hf_name, named_parameters_hf
-from llamarl.models.protocol import LanguageModel
 from llamarl.models.shape import Lora
 from llamarl.models.sharding import LORA_A, LORA_B, Box, adapter_shapes
 from llamarl.models.tp import TensorParallel, copied
@@ -61,13 +61,12 @@ class LoraLinear(nn.Linear):
         b_OR: Tensor = self.lora_b
         if of_rows is not None:
             b_OR = of_rows(b_OR)
-        if self._tp is not None and torch.is_grad_enabled():
-            # One of both is whole on every rank, which sees its part of x or y alone: the gradient
-            # is the sum of all.
-            if self._inputs_split:
-                b_OR = copied(b_OR, self._tp)
-            else:
-                a_RI = copied(a_RI, self._tp)
+        # One of both is whole on every rank, which sees its part of x or y alone: the gradient is
+        # the sum of all.
+        if self._inputs_split:
+            b_OR = copied(b_OR, self._tp)
+        else:
+            a_RI = copied(a_RI, self._tp)
         flat_TI = x_TI.flatten(0, -2)
         y_TO = _Adapted.apply(flat_TI, self.weight, self.bias, a_RI, b_OR, self.scaling)
         return y_TO.unflatten(0, x_TI.shape[:-1])
@@ -141,7 +140,7 @@ def lay_side_by_side(decoder: nn.Module) -> None:
             module.lora_b.data = both[:, module.in_features :]
 
 
-def add_lora(decoder: LanguageModel) -> None:
+def add_lora(decoder: Decoder) -> None:
     """Freeze the decoder and put the adapters of its config beside the targets, before it is
     sharded. `reset_lora` gives them values.
 
@@ -167,7 +166,7 @@ def add_lora(decoder: LanguageModel) -> None:
 
 
 @torch.no_grad()
-def reset_lora(decoder: LanguageModel, seed: int) -> None:
+def reset_lora(decoder: Decoder, seed: int) -> None:
     """Draw A uniformly from +-1/sqrt(D_in) and set B to zero. A is a function of (seed, place in
     the model) alone, however it is split.
     """
@@ -184,13 +183,13 @@ def reset_lora(decoder: LanguageModel, seed: int) -> None:
         local(parameter).copy_(part)
 
 
-def adapters_of(decoder: nn.Module | LanguageModel) -> list[tuple[str, nn.Parameter]]:
+def adapters_of(decoder: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the adapters by Hugging Face name, in the decoder's order."""
     named = named_parameters_hf(decoder)
     return [(name, parameter) for name, parameter in named if name.endswith((LORA_A, LORA_B))]
 
 
-def travelling(decoder: LanguageModel) -> list[tuple[str, nn.Parameter]]:
+def travelling(decoder: Decoder) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters that a version of the policy consists of, by Hugging Face name: the
     adapters, or all weights where there are none.
     """

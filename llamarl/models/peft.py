@@ -17,8 +17,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from llamarl.models.build import Decoder, build_decoder
+from llamarl.models.build import build_decoder
 from llamarl.models.config import ModelConfig, read_config
+from llamarl.models.decoder import Decoder
 from llamarl.models.directory import check_files, read_json
 from llamarl.models.fsdp import held_box, local
 from llamarl.models.hf import (
@@ -30,7 +31,6 @@ from llamarl.models.hf import (
     weights_of,
 )
 from llamarl.models.lora import adapters_of, lay_side_by_side
-from llamarl.models.protocol import LanguageModel
 from llamarl.models.shape import Lora
 from llamarl.models.sharding import LORA_A, LORA_B, Box, adapter_shapes, parameter_shapes
 
@@ -239,7 +239,7 @@ def check_adapter(path: str | Path, config: ModelConfig) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load_adapter(decoder: LanguageModel, path: str | Path) -> None:
+def load_adapter(decoder: Decoder, path: str | Path) -> None:
     """Fill a decoder's adapters, each rank its part, from a PEFT directory. See check_adapter for
     errors.
     """

@@ -112,6 +112,13 @@ class Heads:
         """Whether every K/V head serves equally many query heads."""
         return len(set(self.readers)) == 1
 
+    @property
+    def num_cached(self) -> int:
+        """The key/value heads that attention reads. A kernel takes equally many query heads for
+        each; where they are not, each query head gets its own.
+        """
+        return self.num_kv if self.uniform else self.num_query
+
 
 def span(total: int, rank: int, size: int) -> tuple[int, int]:
     """Return (first, count) of the rank's share of `total`, as even as it goes."""

@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torchtune.models.convert_weights import hf_to_tune
 from torchtune.modules import (
@@ -36,7 +35,6 @@ from llamarl.models.attention import AttentionContext, rotary_of
 from llamarl.models.decoder import Decoder
 from llamarl.models.fused import rotate
 from llamarl.models.hf import named_parameters_hf
-from llamarl.models.protocol import Head
 from llamarl.models.shape import ModelConfig
 from llamarl.models.sharding import parameter_shapes
 from llamarl.models.transformers_config import without_memory
@@ -88,8 +86,7 @@ def _attend(
 
 
 class TorchtuneDecoder(Decoder):
-    """A decoder of torchtune's modules, whose names are those of NativeDecoder's. See
-    LanguageModel.
+    """A decoder of torchtune's modules, whose names are those of NativeDecoder's.
 
     model: it is changed, so that its layers attend in our contexts. orders: of Reordered, for each
     of its positions; None, or absent: these know Hugging Face's order.
@@ -121,39 +118,11 @@ class TorchtuneDecoder(Decoder):
             attn.attn_dropout = 0.0
             attn.pos_embeddings = reordered.get(attn.pos_embeddings, attn.pos_embeddings)
 
-    @property
-    def output_weight(self) -> Tensor:
-        """The output weight [V, D]: the embedding itself when tied."""
-        tied = self.config.tie_word_embeddings
-        weight = self.tok_embeddings.weight if tied else self.output.weight
-        assert isinstance(weight, Tensor), "an untied head has a weight"
-        return weight
-
-    @property
-    def cached_shapes(self) -> list[tuple[int, int]]:
-        """The K/V heads of each layer, and their features."""
-        return [(self.config.num_key_value_heads, self.config.head_dim)] * len(self.layers)
-
-    def project(self, h_TD: Tensor, weight_VD: Tensor) -> Tensor:
-        """Return logits [T, V] of hidden states."""
-        return F.linear(h_TD, weight_VD)
-
-    def forward(
-        self,
-        tokens_T: Tensor,
-        positions_T: Tensor,
-        attention: AttentionContext,
-        head: Head | None = None,
-    ):
-        """Logits [T, V], or what `head` makes of the normed hidden states and the output weight."""
-        num_tokens = len(tokens_T)
-        if attention.padding:
-            tokens_T = F.pad(tokens_T, (0, attention.padding))
-            positions_T = F.pad(positions_T, (0, attention.padding))
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, attention: AttentionContext) -> Tensor:
+        """Return the normed hidden states [T, D] of tokens, padding included."""
         h_1TD = self.tok_embeddings(tokens_T[None])
         h_1TD = self.through_layers(h_1TD, mask=attention, input_pos=positions_T[None])
-        h_TD = self.norm(h_1TD)[0, :num_tokens]
-        return (head or self.project)(h_TD, self.output_weight)
+        return self.norm(h_1TD)[0]
 
 
 def torchtune_decoder(config: ModelConfig, *, dtype: torch.dtype) -> TorchtuneDecoder:

@@ -53,6 +53,11 @@ class TensorParallel:
         )
 
 
+def place_of(tp: TensorParallel | None) -> tuple[int, int]:
+    """Return (rank, size) of a place; (0, 1) if layers are not shared."""
+    return (tp.rank, tp.size) if tp else (0, 1)
+
+
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -70,20 +75,24 @@ def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return total
 
 
-def copied(x: Tensor, tp: TensorParallel) -> Tensor:
+def copied(x: Tensor, tp: TensorParallel | None) -> Tensor:
     """Return x, which every rank holds. Collective over the ranks in backward, which sums the
     gradients that they give it.
     """
+    if tp is None:
+        return x
     view = x.view_as(x)
     if view.requires_grad:
         view.register_hook(lambda grad: _sum(grad, tp.group))
     return view
 
 
-def summed(x: Tensor, tp: TensorParallel) -> Tensor:
+def summed(x: Tensor, tp: TensorParallel | None) -> Tensor:
     """Collective over the ranks: return the sum of their x, with the same bits on each. Without
     gradients x itself is overwritten.
     """
+    if tp is None:
+        return x
     if torch.is_grad_enabled():
         return _Summed.apply(x, tp.group)
     x = x.contiguous()

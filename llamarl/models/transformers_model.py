@@ -1,5 +1,4 @@
-"""Any decoder that transformers knows, as a LanguageModel: its modules compute, and our contexts
-attend.
+"""Any decoder that transformers knows, as a Decoder: its modules compute, and our contexts attend.
 
 transformers calls an attention function by its name, with the queries, keys and values of a layer.
 Ours hands them to the AttentionContext of the pass, so that packing, the cache and shared prompts
@@ -29,7 +28,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llamarl.models.attention import AttentionContext, PackedAttention, Scores
 from llamarl.models.decoder import Decoder
-from llamarl.models.protocol import Head
 from llamarl.models.routing import Routing
 from llamarl.models.shape import ModelConfig
 from llamarl.models.tp import TensorParallel
@@ -97,7 +95,7 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(OURS, _mask)
 
 
 class TransformersDecoder(Decoder):
-    """A decoder of transformers' modules. See LanguageModel."""
+    """A decoder of transformers' modules."""
 
     def __init__(self, config: ModelConfig, model: nn.Module):
         super().__init__()
@@ -109,10 +107,11 @@ class TransformersDecoder(Decoder):
         for module in model.modules():
             if hasattr(module, "layer_idx"):
                 module.llamarl_seat = self.seat  # type: ignore[assignment]
-        self.logit_cap: float | None = None
         self._logit_scale = 1.0
+        self._has_bias = False
         if config.labels:
             return
+        self._has_bias = getattr(self.transformers.lm_head, "bias", None) is not None
         text = model.config.get_text_config()  # type: ignore[operator, union-attr]
         self.logit_cap = getattr(text, "final_logit_softcapping", None)
         multiple = getattr(text, "logit_scale", None) or 1.0  # Cohere's
@@ -167,12 +166,17 @@ class TransformersDecoder(Decoder):
 
     @property
     def output_weight(self) -> Tensor:
-        """The output weight [V, D]: the embedding itself when tied. A scorer's is [labels, D]."""
+        """The output weight [V, D]: the embedding itself when tied. A scorer's is [labels, D]. Its
+        last column is the head's bias, if it has one.
+        """
         if self.config.labels:
             return self.transformers.score.weight
-        if self.config.tie_word_embeddings:
-            return self.tok_embeddings.weight
-        return self.transformers.lm_head.weight
+        head = self.transformers.lm_head
+        tied = self.config.tie_word_embeddings
+        weight_VD = self.tok_embeddings.weight if tied else head.weight
+        if self._has_bias:
+            weight_VD = torch.cat([weight_VD, head.bias[:, None]], 1)
+        return weight_VD
 
     def train(self, mode: bool = True) -> Self:
         """Let the layers be computed again in backward. Nothing else is in training mode: the
@@ -184,47 +188,23 @@ class TransformersDecoder(Decoder):
             layer.training = mode
         return self
 
-    def project(self, h_TD: Tensor, weight_VD: Tensor) -> Tensor:
-        """Return logits [T, V] of hidden states."""
-        logits = F.linear(h_TD, weight_VD)
-        if self.logit_cap is None:
-            return logits
-        return torch.tanh(logits / self.logit_cap) * self.logit_cap
-
-    def forward(
-        self,
-        tokens_T: Tensor,
-        positions_T: Tensor,
-        attention: AttentionContext,
-        head: Head | None = None,
-    ):
-        """Logits [T, V], or what `head` makes of the normed hidden states and the output weight. A
-        head applies `logit_cap` itself.
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, attention: AttentionContext) -> Tensor:
+        """Return the normed hidden states [T, D] of tokens, padding included unless each sequence
+        is read by itself. A head with a bias has one more feature, which is 1.
         """
         if self.routing is not None:
             self.routing.passes.clear()
         routes_TMK = getattr(attention, "routes", None)
+        own = slice(len(tokens_T) - attention.padding)
         if self.config.is_read_alone:
-            h_TD = self._each_alone(tokens_T, attention, routes_TMK)
+            h_TD = self._each_alone(tokens_T[own], attention, routes_TMK)
         else:
-            num_tokens = len(tokens_T)
-            if attention.padding:
-                tokens_T = F.pad(tokens_T, (0, attention.padding))
-                positions_T = F.pad(positions_T, (0, attention.padding))
-            own = slice(num_tokens)
-            h_TD = self._hidden(tokens_T, positions_T, attention, routes_TMK, own)
+            h_TD = self._read(tokens_T, positions_T, attention, routes_TMK, own)
         if self._logit_scale != 1.0:
             h_TD = h_TD * self._logit_scale
-        weight_VD = self.output_weight
-        bias_V = None
-        if not self.config.labels:
-            bias_V = getattr(self.transformers.lm_head, "bias", None)
-        if bias_V is not None:  # one more feature, which is 1
-            h_TD = F.pad(h_TD, (0, 1), value=1.0)
-            weight_VD = torch.cat([weight_VD, bias_V[:, None]], 1)
-        return (head or self.project)(h_TD, weight_VD)
+        return F.pad(h_TD, (0, 1), value=1.0) if self._has_bias else h_TD
 
-    def _hidden(
+    def _read(
         self,
         tokens_T: Tensor,
         positions_T: Tensor,
@@ -256,7 +236,7 @@ class TransformersDecoder(Decoder):
                 alone = PackedAttention(torch.tensor([0, size]))
             alone.padding = 0
             ids_n = ids_n.to(tokens_T.device)
-            made.append(self._hidden(ids_n, positions_n, alone, routes_nMK, slice(before, None)))
+            made.append(self._read(ids_n, positions_n, alone, routes_nMK, slice(before, None)))
         return torch.cat(made)
 
 

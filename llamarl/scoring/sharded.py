@@ -28,9 +28,9 @@ from llamarl.learning.packing import filler, pack
 from llamarl.learning.segments import Segments
 from llamarl.learning.targets import Targets
 from llamarl.models.attention import PackedAttention
+from llamarl.models.decoder import Decoder
 from llamarl.models.fsdp import reshard
 from llamarl.models.loading import decoder_over, load_scorer
-from llamarl.models.protocol import LanguageModel
 from llamarl.models.scorer import label_of, scores_at
 from llamarl.models.shape import AUTO, Lora
 from llamarl.models.tp import TensorParallel
@@ -174,7 +174,7 @@ def pack_scored(asked: Sequence[ScoreRequest], *, budget_tokens: int) -> list[Sc
 
 
 @torch.no_grad()
-def score(decoder: LanguageModel, batch: ScoreBatch, device: torch.device) -> Tensor:
+def score(decoder: Decoder, batch: ScoreBatch, device: torch.device) -> Tensor:
     """Return the scores [N, C] of a microbatch, float32, on the CPU. Collective over a sharded
     decoder's ranks.
     """

@@ -33,12 +33,10 @@ from llamarl.models.families import FAMILIES, Family
 from llamarl.models.loading import training_decoder
 from llamarl.models.lora import LoraLinear, adapters_of
 from llamarl.models.peft import export_adapted
-from llamarl.models.protocol import LanguageModel
 from llamarl.models.quantize import QuantizedLinear, quantize_decoder
 from llamarl.models.shape import Lora
 from llamarl.models.sharding import num_parameters, parameter_shapes
 from tests.decoding import our_decoder, whole_logits
-from tests.protocols import missing_members
 from tests.random_models import SIZES, save_drawn
 from tests.tolerances import assert_same_greedy, margins_of, rounding
 
@@ -153,8 +151,6 @@ def test_a_model_is_transformers_and_its_directory_comes_out_as_it_went_in(
     scaling = getattr(CONFIGS[name], "rope_parameters", None) or {}
     assert (got - want).abs().max() <= LOGITS * scaling.get("attention_factor", 1.0) ** 2
 
-    # What trainer, engine and transfer ask of a model.
-    assert missing_members(decoder, LanguageModel) == []
     shapes = {key: tuple(p.shape) for key, p in hf.named_parameters_hf(decoder)}
     assert shapes == parameter_shapes(config) and list(shapes)[0] == EMBEDDING
     assert num_parameters(config) == sum(p.numel() for p in decoder.parameters())
@@ -171,12 +167,6 @@ def test_a_model_is_transformers_and_its_directory_comes_out_as_it_went_in(
         # Otherwise parity would not show a scaling that is ignored.
         decoder.rotary = Rotary(config.head_dim, config.rope_theta, None)
         assert (whole_logits(decoder, tokens) - got).abs().max() > 100 * LOGITS
-
-
-def test_a_member_that_is_missing_is_named(directories):
-    decoder = our_decoder(directories["llama_tied"])
-    del decoder.layers
-    assert "layers" in missing_members(decoder, LanguageModel)  # and what is told by them
 
 
 @torch.no_grad()
