@@ -29,8 +29,6 @@ from llamarl.learning.supervised import (
 from llamarl.learning.trained_model import TrainedModel, TrainedModelSettings
 from llamarl.models.fsdp import whole_parameters
 
-_SAVED_AS = {"weights": "model/", "moments": ""}  # prefixes, see llamarl.models.sharded_state
-
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class SupervisedTrainer(Executor):

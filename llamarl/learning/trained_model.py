@@ -16,15 +16,23 @@ from torch import Tensor, nn
 from llamarl.executor import ExecutorGroup
 from llamarl.learning.optim import AdamSettings, build_optimizer, settle_moments
 from llamarl.models.build import Decoder, config_of
-from llamarl.models.fsdp import held_box, is_split, local, whole_parameters
+from llamarl.models.fsdp import local, whole_parameters
 from llamarl.models.hf import export
 from llamarl.models.loading import training_decoder
 from llamarl.models.lora import travelling
 from llamarl.models.peft import export_adapted, load_adapter
 from llamarl.models.scorer import scorer_fields, settle_pad_token
 from llamarl.models.shape import AUTO, Lora
-from llamarl.models.sharded_state import Shard, load_shards, optimizer_tensors, set_steps, steps_of
-from llamarl.models.sharding import Box, adapter_shapes, num_parameters, parameter_shapes
+from llamarl.models.sharded_state import (
+    Shard,
+    load_model,
+    optimizer_tensors,
+    saved_state,
+    set_steps,
+    shards_of,
+    steps_of,
+)
+from llamarl.models.sharding import Box, num_parameters
 from llamarl.models.tp import TensorParallel
 
 EMA = "_ema"  # ends the name of the exported directory with the averaged weights
@@ -109,9 +117,7 @@ class TrainedModel:
         # Listed now, because after a forward FSDP shows its root's gathered parameters.
         self.all_parameters = list(self.decoder.parameters())
         # What is trained, saved and sent.
-        self.shards = [
-            Shard(name, p, held_box(self.decoder, name, p)) for name, p in travelling(self.decoder)
-        ]
+        self.shards = shards_of(self.decoder, travelling(self.decoder))
         trained = [shard.parameter for shard in self.shards]
         self.optimizer = build_optimizer(trained, lr=lr, **dataclasses.asdict(settings.adam))
         self.average = None
@@ -140,16 +146,15 @@ class TrainedModel:
         moments, and the box of each. If several ranks hold the same tensor, only the first of them
         stores it.
         """
-        state: dict = {"boxes": {}, "lora": self._lora(), "adam_step": steps_of(self.optimizer)}
-        if self._group.replica > 0:
-            return state
-        for shard in self.shards:
-            if self._group.tensor_index > 0 and not is_split(self.decoder, shard.name):
-                continue
-            state["boxes"][shard.name] = [shard.box.offsets, shard.box.lengths]
-            state |= shard.state(self.optimizer, **_SAVED_AS)
-            if self.average:
-                state[f"ema/{shard.name}"] = local(self.average.of(shard.parameter))
+        state = {"lora": self._lora(), "adam_step": steps_of(self.optimizer)}
+        shards = self.shards if self._group.replica == 0 else []
+        is_first_peer = self._group.tensor_index == 0
+        return state | saved_state(shards, self._state_of, is_first_peer=is_first_peer)
+
+    def _state_of(self, shard: Shard) -> dict[str, Tensor]:
+        state = shard.state(self.optimizer, **_SAVED_AS)
+        if self.average:
+            state[f"ema/{shard.name}"] = local(self.average.of(shard.parameter))
         return state
 
     @torch.no_grad()
@@ -165,9 +170,7 @@ class TrainedModel:
                     f"{self._lora()}: resume with the same, or start a run of its own from the "
                     "checkpoint's hf/ with model.path"
                 )
-        config = self.decoder.config
-        shapes = parameter_shapes(config) | adapter_shapes(config)
-        load_shards(self.shards, parts, shapes=shapes, take=self._load_shard)
+        load_model(self.decoder, self.shards, parts, self._load_shard)
         settle_moments(self.optimizer)
         steps = max(float(part["adam_step"]) for part in parts)
         set_steps(self.optimizer, [shard.parameter for shard in self.shards], steps)

@@ -17,7 +17,7 @@ and what is not finite in a later update ends the run.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -57,11 +57,12 @@ from llamarl.learning.targets import Shaping, Targets, make_targets, teaching, w
 from llamarl.learning.values import Critic
 from llamarl.models.build import Decoder
 from llamarl.models.decoder import Head
-from llamarl.models.fsdp import drop_gradients, next_backward, reshard, tensor_groups
+from llamarl.models.fsdp import drop_gradients, next_backward, reshard
 from llamarl.models.hf import named_parameters_hf
 from llamarl.models.lora import adapters_off
 from llamarl.models.parity import ParityLimits
 from llamarl.models.routing import Routing
+from llamarl.models.sharded_state import Shard, shards_of
 from llamarl.types import Group, PackedBatch
 
 Stop = Callable[[], bool]  # whether to give the step up
@@ -185,17 +186,10 @@ class PolicyUpdate:
         self._tensor_parallel = tp
         self.ranks = TrainerRanks(group, device, tp)
         self._fresh = FreshTokens(settings.parity, recomputes_kv=settings.recomputes_kv)
-        names = [name for name, _ in named_parameters_hf(decoder)]
-        self._tensor_groups = tensor_groups(decoder, names)
-        parameters = list(decoder.parameters())
-        split_over = list(self._tensor_groups)
-        if critic is not None:
-            parameters += critic.parameters
-            split_over += critic.tensor_groups
-        self._copied: list[torch.nn.Parameter] = []  # those that tensor-parallel ranks all hold
-        if tp is not None:
-            with_peers = zip(parameters, split_over, strict=True)
-            self._copied = [p for p, peers in with_peers if peers is None]
+        self._shards = shards_of(decoder, named_parameters_hf(decoder))
+        shards = self._shards + (critic.shards if critic is not None else [])
+        # Those that tensor-parallel ranks all hold.
+        self._copied = [s.parameter for s in shards if tp is not None and s.peers is None]
         self._models = [decoder]
         if critic is not None and critic.trunk is not None:
             self._models.append(critic.trunk)
@@ -480,20 +474,22 @@ class PolicyUpdate:
                 drop_gradients(model)
             raise StepAborted
 
+    def _clipped(self, shards: Sequence[Shard]) -> float:
+        """Collective: clip the gradients of these shards. Return their norm before that."""
+        parameters = [shard.parameter for shard in shards]
+        peers = [shard.peers for shard in shards]
+        most = self.settings.max_grad_norm
+        return float(clip_grad_norm(parameters, most, tensor_groups=peers))
+
     def _checked(self, tally: Tally, update_id: _UpdateId) -> Metrics:
         """Collective: return the loss, and the norms of the policy's and the critic's gradients
         before each is clipped. NotFinite.
         """
-        most = self.settings.max_grad_norm
-        norm = float(
-            clip_grad_norm(self.decoder.parameters(), most, tensor_groups=self._tensor_groups)
-        )
+        norm = self._clipped(self._shards)
         total = self.ranks.sum(loss=float(tally.loss), log_ratio=float(tally.log_ratio))
         found = {"loss/value": total["loss"], "grad_norm": norm}
         if self.critic:
-            critic = self.critic
-            of_critic = clip_grad_norm(critic.parameters, most, tensor_groups=critic.tensor_groups)
-            found["value/grad_norm"] = float(of_critic)
+            found["value/grad_norm"] = self._clipped(self.critic.shards)
         if all(map(math.isfinite, (*found.values(), total["log_ratio"]))):
             return {name: Metric(value, Reduction.UPDATE_MEAN) for name, value in found.items()}
         self._zero_grad()

@@ -23,7 +23,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -35,15 +34,16 @@ from llamarl.learning.trained_model import TrainedModel, load_decoder
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
 from llamarl.models.decoder import Head
-from llamarl.models.fsdp import held_box, is_dtensor, local, local_rows, tensor_groups
+from llamarl.models.fsdp import held_rows, local
 from llamarl.models.hf import named_parameters_hf
 from llamarl.models.scorer import scores_at
 from llamarl.models.sharded_state import (
     Shard,
-    box_from,
+    load_shards,
     optimizer_tensors,
-    saved_shards,
+    saved_state,
     set_steps,
+    shards_of,
     steps_of,
 )
 from llamarl.models.sharding import Box, parameter_shapes
@@ -102,8 +102,6 @@ class CriticSettings:
 class Critic:
     """Predicts values, and learns them beside the policy: it has parameters, their optimizer, and
     their part of a checkpoint.
-
-    tensor_groups: as `llamarl.models.fsdp.tensor_groups` gives them, one a shard.
     """
 
     trunk: Decoder | None = None  # None: the policy's
@@ -113,11 +111,9 @@ class Critic:
         settings: CriticSettings,
         shards: list[Shard],
         optimizer: torch.optim.Optimizer,
-        tensor_groups: Sequence[dist.ProcessGroup | None],
     ):
         self.settings = settings
         self.optimizer = optimizer
-        self.tensor_groups = tensor_groups
         self.shards = shards
         # The shards, also while FSDP holds them whole.
         self.parameters = [shard.parameter for shard in shards]
@@ -161,13 +157,12 @@ class Critic:
 
         is_first_peer: whether it also saves what all tensor-parallel ranks hold.
         """
-        state: dict = {"value_rows": {}, "value_step": steps_of(self.optimizer)}
-        for shard, group in zip(self.shards, self.tensor_groups, strict=True):
-            if not is_first_peer and group is None:
-                continue
-            state["value_rows"][shard.name] = [shard.box.offsets, shard.box.lengths]
-            state |= shard.state(self.optimizer, **_SAVED_AS)
-        return state
+        return {"value_step": steps_of(self.optimizer)} | saved_state(
+            self.shards,
+            lambda shard: shard.state(self.optimizer, **_SAVED_AS),
+            is_first_peer=is_first_peer,
+            boxes="value_rows",
+        )
 
     @torch.no_grad()
     def load_state_dict(self, parts: Iterable[Mapping]) -> int:
@@ -175,17 +170,20 @@ class Critic:
         they lack. ValueError if a part is of another value model.
         """
         parts = list(parts)
-        missing = sum(shard.box.numel for shard in self.shards)
-        steps = 0.0
-        for part in parts:
-            self._check_fits(part.get("value_rows", {}))
-            steps = max(steps, float(part.get("value_step", 0.0)))
-        for shard, part, theirs in saved_shards(self.shards, parts, boxes="value_rows"):
-            missing -= shard.load(part, theirs, self.optimizer, **_SAVED_AS)
+        missing = load_shards(
+            self.shards,
+            parts,
+            shapes=self.shapes,
+            take=lambda shard, *of: shard.load(*of, self.optimizer, **_SAVED_AS),
+            boxes="value_rows",
+            remedy="resume with the trainer.critic.trunk and trainer.critic.path that it was "
+            "trained with",
+        )
         settle_moments(self.optimizer)
         if not missing:
+            steps = max(float(part.get("value_step", 0.0)) for part in parts)
             set_steps(self.optimizer, self.parameters, steps)
-        return missing
+        return sum(missing.values())
 
     def resume(self, parts: Sequence[Mapping]) -> None:
         """Go on from a checkpoint. ValueError if weights of a value model are missing; a missing
@@ -205,16 +203,6 @@ class Critic:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of its whole parameters, by the names that they are saved under."""
         raise NotImplementedError
-
-    def _check_fits(self, saved: Mapping[str, list]) -> None:
-        for name, box in saved.items():
-            shape = self.shapes.get(name)
-            if shape is None or not box_from(box).fits(shape):
-                raise ValueError(
-                    f"the checkpoint's critic has {name}, which this run's has not, or in another "
-                    "shape; resume with the trainer.critic.trunk and trainer.critic.path that it "
-                    "was trained with"
-                )
 
     def offloadable(self) -> Iterable[Tensor]:
         """Return the parameters and their moments; gradients end with the step."""
@@ -239,14 +227,13 @@ class SharedCritic(Critic):
         device: torch.device,
     ):
         self.head = value_head(dim, mesh=mesh, device=device)
-        shards = [
-            Shard(name, parameter, held_rows(parameter))
-            for name, parameter in self.head.named_parameters()
-        ]
+        shards = []
+        for name, p in self.head.named_parameters():
+            shards.append(Shard(name, p, held_rows(p, Box.whole(tuple(p.shape)))))
         optimizer = build_optimizer(
             self.head.parameters(), lr=settings.lr, betas=betas, eps=eps, weight_decay=0.0
         )
-        super().__init__(settings, shards, optimizer, [None] * len(shards))
+        super().__init__(settings, shards, optimizer)
 
     def values(self, policy: Decoder, batch: PackedBatch, attention: PackedAttention) -> Tensor:
         """Return values by a forward of the policy that makes no logits."""
@@ -284,12 +271,8 @@ class OwnCritic(Critic):
 
     def __init__(self, trunk: Decoder, settings: CriticSettings, optimizer: torch.optim.Optimizer):
         self.trunk = trunk
-        shards = [
-            Shard(name, parameter, held_box(trunk, name, parameter))
-            for name, parameter in named_parameters_hf(trunk)
-        ]
-        split_over = tensor_groups(trunk, [shard.name for shard in shards])
-        super().__init__(settings, shards, optimizer, split_over)
+        shards = shards_of(trunk, named_parameters_hf(trunk))
+        super().__init__(settings, shards, optimizer)
 
     def values(self, policy: Decoder, batch: PackedBatch, attention: PackedAttention) -> Tensor:
         """Return values by its own forward: the scores of the rows."""
@@ -325,14 +308,6 @@ def load_critic(settings: CriticSettings, model: TrainedModel, group: ExecutorGr
     trunk = load_decoder(value_model, group)
     optimizer = build_optimizer(trunk.parameters(), lr=settings.lr, **dataclasses.asdict(adam))
     return OwnCritic(trunk, settings, optimizer)
-
-
-def held_rows(parameter: torch.nn.Parameter) -> Box:
-    """Return the part of a head's parameter that this rank holds."""
-    if not is_dtensor(parameter):
-        return Box.whole(tuple(parameter.shape))
-    first, count = local_rows(parameter)
-    return Box((first,), (count,))
 
 
 def value_loss(

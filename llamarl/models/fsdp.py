@@ -17,14 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from llamarl.models.sharding import (
-    Box,
-    Shape,
-    adapter_shapes,
-    parameter_shapes,
-    tensor_parallel_box,
-)
-from llamarl.models.tp import TensorParallel
+from llamarl.models.sharding import Box, Shape, tensor_parallel_box, whole_shapes
 
 # torch.distributed.tensor and torch.distributed.fsdp take a CPU second to import. We load them only
 # where something is sharded: a rank that trains alone, samples or scores does without.
@@ -103,16 +96,9 @@ def drop_gradients(decoder: Decoder) -> None:
     decoder.zero_grad(set_to_none=True)
 
 
-def _place_of(decoder: Decoder) -> TensorParallel:
-    """Returns this rank's place among those that share a tensor-parallel decoder."""
-    tp = decoder.tensor_parallel
-    assert tp is not None, "the decoder is not tensor-parallel"
-    return tp
-
-
 def _shape_of(decoder: Decoder, name: str) -> Shape:
     """Return the global shape of the parameter with this Hugging Face name, adapters included."""
-    return (parameter_shapes(decoder.config) | adapter_shapes(decoder.config))[name]
+    return whole_shapes(decoder.config)[name]
 
 
 def _tensor_box(decoder: Decoder, name: str) -> Box:
@@ -120,50 +106,40 @@ def _tensor_box(decoder: Decoder, name: str) -> Box:
     tensor-parallel decoder and the others of its mesh hold together.
     """
     shape = _shape_of(decoder, name)
-    tp = _place_of(decoder)
+    tp = decoder.tensor_parallel
+    assert tp is not None, "the decoder is not tensor-parallel"
     return tensor_parallel_box(
         decoder.config, name, shape, tp.rank, tp.size, split_vocabulary=tp.split_vocabulary
     )
 
 
-def is_split(decoder: Decoder, name: str) -> bool:
-    """Whether tensor-parallel ranks hold different parts of a parameter, not each the whole."""
-    if decoder.tensor_parallel is None:
-        return False
-    return _tensor_box(decoder, name).lengths != _shape_of(decoder, name)
-
-
-def tensor_groups(decoder: Decoder, names: Iterable[str]) -> list[dist.ProcessGroup | None]:
-    """Return, for each parameter with these Hugging Face names, the ranks that hold its other
-    tensor-parallel parts; None if each rank holds it whole.
+def peers_of(decoder: Decoder, name: str) -> dist.ProcessGroup | None:
+    """Return the ranks that hold the other tensor-parallel parts of the parameter with this Hugging
+    Face name; None if each rank holds the whole.
     """
-    groups: list[dist.ProcessGroup | None] = []
-    for name in names:
-        groups.append(_place_of(decoder).group if is_split(decoder, name) else None)
-    return groups
+    tp = decoder.tensor_parallel
+    if tp is None or _tensor_box(decoder, name).lengths == _shape_of(decoder, name):
+        return None
+    return tp.group
 
 
 def held_box(decoder: Decoder, name: str, parameter: Tensor) -> Box:
-    """Return the part of a parameter that this rank holds."""
+    """Return the part of the parameter with this Hugging Face name that this rank holds."""
     if decoder.tensor_parallel is None:
-        box = Box.whole(tuple(parameter.shape))
-    else:
-        box = _tensor_box(decoder, name)
-    if is_dtensor(parameter):
-        box = box.cut(0, *local_rows(parameter))
-    return box
+        return held_rows(parameter, Box.whole(tuple(parameter.shape)))
+    return held_rows(parameter, _tensor_box(decoder, name))
 
 
-def local_rows(parameter: DTensor) -> tuple[int, int]:
-    """Return (first row, number of rows) that this rank holds of an FSDP2 parameter sharded on dim
-    0.
-    """
+def held_rows(parameter: Tensor, box: Box) -> Box:
+    """Return the part of a box that this rank holds: its rows, if FSDP2 has sharded it."""
+    if not is_dtensor(parameter):
+        return box
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(
         parameter.shape, parameter.device_mesh, parameter.placements
     )
-    return offset[0] if offset else 0, shape[0]
+    return box.cut(0, offset[0] if offset else 0, shape[0])
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -199,24 +175,21 @@ def _made_whole(
         part = p.detach()
         if is_dtensor(part):
             part = part.full_tensor()
-        if is_split(decoder, name):
-            part = _joined(decoder, name, part)
+        peers = peers_of(decoder, name)
+        if peers is not None:
+            part = _joined(peers, part, is_by_rows=part.shape[0] != _shape_of(decoder, name)[0])
         yield name, part
 
 
-def _joined(decoder: Decoder, name: str, part: Tensor) -> Tensor:
+def _joined(peers: dist.ProcessGroup, part: Tensor, *, is_by_rows: bool) -> Tensor:
     """Collective over the tensor-parallel ranks, whose parts are of one shape: join the parts end
     to end on the first of them.
     """
-    tp = _place_of(decoder)
-    whole = _shape_of(decoder, name)
-    parts = None
-    if tp.rank == 0:
-        parts = [torch.empty_like(part) for _ in range(tp.size)]
-    dist.gather(part.contiguous(), parts, group=tp.group, group_dst=0)
-    if parts is None:
+    if dist.get_rank(peers) > 0:
+        dist.gather(part.contiguous(), group=peers, group_dst=0)
         return part
-    is_by_rows = part.shape[0] != whole[0]
+    parts = [torch.empty_like(part) for _ in range(peers.size())]
+    dist.gather(part.contiguous(), parts, group=peers, group_dst=0)
     return torch.cat(parts, 0 if is_by_rows else 1)
 
 

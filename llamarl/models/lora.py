@@ -24,7 +24,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from llamarl.models.decoder import Decoder
-from llamarl.models.fsdp import held_box, is_split, local
+from llamarl.models.fsdp import held_box, local, peers_of
 from llamarl.models.fused import Gradients
 from llamarl.models.hf import hf_name, named_parameters_hf
 from llamarl.models.shape import Lora
@@ -155,8 +155,8 @@ def add_lora(decoder: Decoder) -> None:
             continue
         a_name = hf_name(f"{name}.weight").removesuffix(".weight") + LORA_A
         if a_name in shapes:
-            inputs_split = is_split(decoder, a_name)
-            outputs_split = is_split(decoder, a_name.removesuffix(LORA_A) + LORA_B)
+            inputs_split = peers_of(decoder, a_name) is not None
+            outputs_split = peers_of(decoder, a_name.removesuffix(LORA_A) + LORA_B) is not None
             # A K/V head of our own that all ranks hold is whole, and each sees a part of its use.
             is_ours = decoder.config.implementation == "native"
             is_shared = is_ours or inputs_split or outputs_split

@@ -16,18 +16,22 @@ What is saved of a parameter NAME is called, with the prefixes that its owner ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from llamarl.models.fsdp import local
-from llamarl.models.sharding import Box, overlap
+from llamarl.models.decoder import Decoder
+from llamarl.models.fsdp import held_box, local, peers_of
+from llamarl.models.sharding import Box, overlap, whole_shapes
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
-_OTHER_MODEL = ": it is another model's; resume with the model.path that it was trained from"
+_OTHER_MODEL = "it is another model's; resume with the model.path that it was trained from"
 
 
 def box_of(part: Mapping, name: str, index: tuple[slice, ...]) -> Tensor:
@@ -56,11 +60,14 @@ def moment_scale(value: Tensor) -> Tensor | None:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A rank's part of a parameter."""
+    """A rank's part of a parameter. peers: the ranks with its other tensor-parallel parts; None: it
+    has none.
+    """
 
     name: str
     parameter: nn.Parameter
     box: Box  # of the whole parameter
+    peers: dist.ProcessGroup | None = None
 
     def state(
         self, optimizer: torch.optim.Optimizer, *, weights: str, moments: str
@@ -88,16 +95,14 @@ class Shard:
         *,
         weights: str,
         moments: str,
-    ) -> int:
+    ) -> None:
         """Take this shard and its moments from a saved part, which holds the box `theirs`.
 
-        Returns how many elements of the parameter that was. 8-bit moments are left as plain tensors
-        for llamarl.learning.optim.settle_moments, their scales beside them where the boxes are the
-        same.
+        8-bit moments are left as plain tensors for llamarl.learning.optim.settle_moments, their
+        scales beside them where the boxes are the same.
         """
-        common = overlap(self.box, theirs)
-        if self.box.numel and not common.numel:
-            return 0  # the part's tensors are not asked for, so that its file stays closed
+        if self.box.numel and not overlap(self.box, theirs).numel:
+            return  # the part's tensors are not asked for, so that its file stays closed
         self.copy_overlap(self.parameter, part, f"{weights}{self.name}", theirs)
         for key in MOMENTS:
             saved = f"{moments}{key}/{self.name}"
@@ -110,7 +115,6 @@ class Shard:
             scale = f"{moments}{key}_scale/{self.name}"
             if self.box == theirs and scale in part:
                 kept[f"{key}_scale"] = part[scale]
-        return common.numel
 
     @torch.no_grad()
     def copy_overlap(self, tensor: Tensor, part: Mapping, saved: str, theirs: Box) -> None:
@@ -123,17 +127,30 @@ class Shard:
             local(tensor)[common.within(self.box)].copy_(values)
 
 
-def saved_shards(
-    shards: Sequence[Shard], parts: Iterable[Mapping], *, boxes: str = "boxes"
-) -> Iterator[tuple[Shard, Mapping, Box]]:
-    """Yield, part by part, each shard whose parameter a part holds something of, the part, and the
-    box that it holds. boxes: the key under which parts say their boxes by parameter's name.
+def shards_of(decoder: Decoder, named: Iterable[tuple[str, nn.Parameter]]) -> list[Shard]:
+    """Return this rank's shards of a decoder's parameters, which are given by Hugging Face name."""
+    shards = []
+    for name, parameter in named:
+        box = held_box(decoder, name, parameter)
+        shards.append(Shard(name, parameter, box, peers_of(decoder, name)))
+    return shards
+
+
+def saved_state(
+    shards: Iterable[Shard],
+    of: Callable[[Shard], Mapping[str, Tensor]],
+    *,
+    is_first_peer: bool,
+    boxes: str = "boxes",
+) -> dict[str, Any]:
+    """Return what `of` gives of the shards that this rank saves, and under `boxes` the box of each.
+    is_first_peer: whether it also saves what all tensor-parallel ranks hold.
     """
-    for part in parts:
-        held = part.get(boxes, {})
-        for shard in shards:
-            if shard.name in held:
-                yield shard, part, box_from(held[shard.name])
+    saved = [shard for shard in shards if is_first_peer or shard.peers is not None]
+    state: dict[str, Any] = {boxes: {s.name: [s.box.offsets, s.box.lengths] for s in saved}}
+    for shard in saved:
+        state |= of(shard)
+    return state
 
 
 def load_shards(
@@ -142,51 +159,55 @@ def load_shards(
     *,
     shapes: Mapping[str, tuple[int, ...]],
     take: Callable[[Shard, Mapping, Box], object],
-) -> None:
-    """Take all elements of these shards from the parts that any number of ranks have saved.
+    boxes: str = "boxes",
+    remedy: str = _OTHER_MODEL,
+) -> dict[str, int]:
+    """Take these shards from the parts that any number of ranks have saved. Returns how many
+    elements of each no part holds, if there are any.
 
-    shapes: of the model's whole parameters, by name. take(shard, part, theirs): copies what the
-    part, which holds the box `theirs`, has of the shard. ValueError if a part is of a model of
-    other shapes, or if no part holds some elements.
+    shapes: of the whole parameters, by name. take(shard, part, theirs): copies what the part, which
+    holds the box `theirs`, has of the shard. boxes: the key under which parts say their boxes.
+    ValueError with the remedy if a part is of other shapes.
     """
-    for part in parts:
-        check_fits(part["boxes"], shapes)
-    missing = {shard.name: shard.box.numel for shard in shards}  # elements
-    for shard, part, theirs in saved_shards(shards, parts):
-        take(shard, part, theirs)
-        missing[shard.name] -= overlap(shard.box, theirs).numel
-    check_complete(missing)
+    held = [{name: box_from(box) for name, box in part.get(boxes, {}).items()} for part in parts]
+    for name, theirs in chain.from_iterable(of_part.items() for of_part in held):
+        shape = shapes.get(name)
+        if shape is None or not theirs.fits(shape):
+            raise ValueError(
+                f"the checkpoint's {name} does not fit this run's model, where its shape is "
+                f"{shape}: {remedy}"
+            )
+    missing = {shard.name: shard.box.numel for shard in shards}
+    for part, of_part in zip(parts, held):
+        for shard in shards:
+            if shard.name in of_part:
+                theirs = of_part[shard.name]
+                take(shard, part, theirs)
+                missing[shard.name] -= overlap(shard.box, theirs).numel
+    return {name: count for name, count in missing.items() if count}
+
+
+def load_model(
+    decoder: Decoder,
+    shards: Sequence[Shard],
+    parts: Sequence[Mapping],
+    take: Callable[[Shard, Mapping, Box], object],
+) -> None:
+    """Take all elements of a decoder's shards, as load_shards does. ValueError if some are
+    missing.
+    """
+    absent = list(load_shards(shards, parts, shapes=whole_shapes(decoder.config), take=take))
+    if absent:
+        raise ValueError(
+            f"the checkpoint lacks {', '.join(absent[:5])}, or parts of it, which this run's "
+            f"model has: {_OTHER_MODEL}"
+        )
 
 
 def box_from(saved: list) -> Box:
     """Return the box of [offsets, lengths], as JSON gives them back."""
     offsets, lengths = saved
     return Box(tuple(offsets), tuple(lengths))
-
-
-def check_fits(boxes: Mapping[str, list], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ValueError if the boxes of a saved part belong to tensors that a model of these shapes
-    does not have, or to larger ones.
-    """
-    for name, saved in boxes.items():
-        shape = shapes.get(name)
-        if shape is None or not box_from(saved).fits(shape):
-            raise ValueError(
-                f"the checkpoint's {name} does not fit this run's model, where its shape is "
-                f"{shape}{_OTHER_MODEL}"
-            )
-
-
-def check_complete(missing: Mapping[str, int]) -> None:
-    """Raise ValueError if no part held some elements of a parameter. missing: their number by the
-    parameter's name.
-    """
-    absent = [name for name, elements in missing.items() if elements]
-    if absent:
-        raise ValueError(
-            f"the checkpoint lacks {', '.join(absent[:5])}, or parts of it, which this run's "
-            f"model has{_OTHER_MODEL}"
-        )
 
 
 def steps_of(optimizer: torch.optim.Optimizer) -> float:

@@ -313,6 +313,11 @@ def adapter_shapes(config: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
+def whole_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Return Hugging Face name -> shape of every parameter and adapter."""
+    return parameter_shapes(config) | adapter_shapes(config)
+
+
 def num_parameters(config: ModelConfig) -> int:
     """Return the number of elements of all parameters."""
     shapes = parameter_shapes(config)

@@ -97,6 +97,8 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(OURS, _mask)
 class TransformersDecoder(Decoder):
     """A decoder of transformers' modules."""
 
+    cached_shapes = None  # layers may differ: a cache sees them in the first pass
+
     def __init__(self, config: ModelConfig, model: nn.Module):
         super().__init__()
         self.config = config

@@ -30,10 +30,10 @@ from llamarl.errors import TimedOut
 from llamarl.executor import Executor, State
 from llamarl.learning.logprobs import LateEnds
 from llamarl.models.build import Decoder
-from llamarl.models.fsdp import held_box, is_split, local
+from llamarl.models.fsdp import local
 from llamarl.models.lora import travelling
-from llamarl.models.sharded_state import Shard, load_shards
-from llamarl.models.sharding import Box, adapter_shapes, parameter_shapes
+from llamarl.models.sharded_state import Shard, load_model, saved_state, shards_of
+from llamarl.models.sharding import Box
 from llamarl.scoring.ahead import Ahead, LogprobHead, StreamSettings
 from llamarl.scoring.growing import GrowingSequences, Key, Pass, Piece
 from llamarl.scoring.scorer import Site
@@ -312,7 +312,7 @@ class Resets:
         self._asked: int | None = None  # the step of a checkpoint that waits for versions
         self._until = math.inf  # by time.monotonic(): how long it waits
         named = travelling(self.decoder)
-        self._shards = [Shard(name, p, held_box(self.decoder, name, p)) for name, p in named]
+        self._shards = shards_of(self.decoder, named)
         self.weights.bind(self.decoder.config, named)
         self.ranks.add("swap", CollectiveCall(self._swap, is_ready=self._may_swap))
 
@@ -393,17 +393,10 @@ class Resets:
         stored by the first of them alone.
         """
         version = self.executor.version
-        boxes: dict[str, list] = {}
-        state: dict[str, object] = {"version": version, "boxes": boxes}
-        if not version or self.executor.group.replica > 0:
-            return state
-        is_first_peer = self.executor.group.tensor_index == 0
-        for shard in self._shards:
-            if not is_first_peer and not is_split(self.decoder, shard.name):
-                continue
-            boxes[shard.name] = [shard.box.offsets, shard.box.lengths]
-            state[f"model/{shard.name}"] = local(shard.parameter).contiguous()
-        return state
+        group = self.executor.group
+        shards = self._shards if version and group.replica == 0 else []
+        is_first_peer = group.tensor_index == 0
+        return {"version": version} | saved_state(shards, _state_of, is_first_peer=is_first_peer)
 
     @torch.no_grad()
     def load_state_dict(self, parts: Iterable[Mapping]) -> None:
@@ -415,9 +408,11 @@ class Resets:
         for part in parts:
             self.executor.version = int(part["version"])
         if self.executor.version:  # version 0 is what training started from, which is not saved
-            config = self.decoder.config
-            shapes = parameter_shapes(config) | adapter_shapes(config)
-            load_shards(self._shards, parts, shapes=shapes, take=_load_shard)
+            load_model(self.decoder, self._shards, parts, _load_shard)
+
+
+def _state_of(shard: Shard) -> dict[str, Tensor]:
+    return {f"model/{shard.name}": local(shard.parameter).contiguous()}
 
 
 def _load_shard(shard: Shard, part: Mapping, theirs: Box) -> None:

@@ -1,12 +1,15 @@
 """What ranks saved of a model is loaded by any number of ranks, whole or not at all."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from llamarl.models.sharded_state import Shard, load_shards
+from llamarl.models.config import read_config, tiny_directory
+from llamarl.models.sharded_state import Shard, load_model, load_shards
 from llamarl.models.sharding import Box
 
 ROWS = 7
@@ -43,14 +46,17 @@ def test_each_rank_takes_its_own_rows_however_many_had_saved_them(theirs, ours):
     parts.append({"boxes": {}})  # of a rank whose peer has saved what it holds
     shards = [shard_of(box) for box in cut(ours)]
     for shard in shards:
-        load_shards([shard], parts, shapes=SHAPES, take=take)
+        assert load_shards([shard], parts, shapes=SHAPES, take=take) == {}
     assert torch.equal(torch.cat([shard.parameter for shard in shards]), WHOLE)
 
 
 def test_elements_that_nobody_saved_are_missed():
     first, _ = cut([4])
+    shard = shard_of(Box.whole((ROWS, 2)))
+    assert load_shards([shard], [saved(first)], shapes=SHAPES, take=take) == {"weight": 3 * 2}
+    decoder = SimpleNamespace(config=read_config(tiny_directory()))
     with pytest.raises(ValueError, match="the checkpoint lacks weight"):
-        load_shards([shard_of(Box.whole((ROWS, 2)))], [saved(first)], shapes=SHAPES, take=take)
+        load_model(decoder, [shard], [{}], take)
 
 
 @pytest.mark.parametrize("shapes", [{}, {"weight": (ROWS - 1, 2)}, {"weight": (ROWS,)}])
