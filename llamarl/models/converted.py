@@ -30,12 +30,12 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from llamarl.models.directory import FLOATING, NEED_FLOATING, SafetensorsDir
+from llamarl.models.directory import SafetensorsDir, refuse_unfit
+from llamarl.models.hf import MADE_ANEW, stored_shapes
 from llamarl.models.shape import HEADS, ModelConfig
 from llamarl.models.sharding import Shape
 from llamarl.models.transformers_config import whole_model
 
-_MADE_ANEW = ("rotary_emb.inv_freq", "position_ids")  # ends of names: what older files keep
 _ALL = slice(None)
 
 
@@ -162,7 +162,7 @@ class ConvertedWeights:
         self._model: Any = whole_model(config.fields, torch.float32)
         self._last: tuple[Any, dict[str, Tensor]] = (None, {})
         self.file_of: dict[str, _Conversion] = {}  # name of a parameter -> how it is made
-        wanted: dict[str, Shape] = dict(config.shapes + config.buffers + config.carried)
+        wanted = stored_shapes(config)
         held = self._model.state_dict()
         renamings, converters = _by_kind(get_model_conversion_mapping(self._model))
         rename = partial(self._renamed, held, renamings, converters)
@@ -176,14 +176,12 @@ class ConvertedWeights:
             if name in held:
                 problems += self._add(conversion, wanted)
                 continue
-            is_known = name.endswith((*heads, *_MADE_ANEW))
+            is_known = name.endswith((*heads, *MADE_ANEW))
             if not is_known and not any(re.search(pattern, name) for pattern in ignored):
                 problems.append(f"{name}: not in this architecture")
         for name in wanted.keys() - self.file_of.keys() - set(may_lack):
             problems.append(f"{name}: absent")
-        if problems:
-            listed = "\n  ".join(sorted(problems)[:20])
-            raise ValueError(f"{path}: weights do not fit config.json:\n  {listed}")
+        refuse_unfit(path, problems)
 
     def _renamed(
         self,
@@ -202,9 +200,9 @@ class ConvertedWeights:
     def _add(self, conversion: _Conversion, wanted: dict[str, Shape]) -> list[str]:
         """Note what a conversion makes. Returns what is wrong with it."""
         for name in conversion.names:
-            dtype = self.source.get_slice(name).get_dtype()
-            if dtype not in FLOATING:
-                return [f"{name}: {dtype}, {NEED_FLOATING}"]
+            problems = self.source.problems_of(name)
+            if problems:
+                return problems
         try:
             made = conversion.run(self._model, self._outline)
         except (RuntimeError, ValueError, IndexError) as error:  # sizes that do not go together
@@ -254,10 +252,9 @@ class StoredForm:
             if not isinstance(transform, PrefixChange):
                 reverses.append(transform.reverse_transform())
         self._renamings, converters = _by_kind(reversed(reverses))
-        names = dict(config.shapes + config.buffers + config.carried)
         self._taker_of: dict[str, _Conversion] = {}  # name of a parameter -> what takes it
         rename = partial(self._renamed, converters)
-        for conversion in _conversions(names, converters, rename).values():
+        for conversion in _conversions(stored_shapes(config), converters, rename).values():
             self._taker_of.update(dict.fromkeys(conversion.names, conversion))
 
     def _renamed(self, converters: list[WeightConverter], name: str) -> tuple[str, str | None]:

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import struct
+from collections.abc import Collection
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -25,7 +26,6 @@ _VOCABULARIES = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "ad
 # Dtypes, as safetensors calls them. Integers would be taken for the numbers themselves, without the
 # scales that they are multiples of.
 FLOATING = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
-NEED_FLOATING = f"need one of {', '.join(FLOATING)}"
 _OF_ITS_LAST_USE = ("padding", "truncation")  # what transformers notes in tokenizer.json
 _MOST_BYTES = 1 << 15  # of a row
 
@@ -93,20 +93,27 @@ def architecture_in(raw: dict) -> str:
     return named[0]
 
 
+def refuse_unfit(path: Path, problems: Collection[str], whose: str = "config.json") -> None:
+    """Raise ValueError naming what is wrong with single tensors of a directory, if anything is."""
+    if problems:
+        listed = "\n  ".join(sorted(problems)[:20])
+        raise ValueError(f"{path}: weights do not fit {whose}:\n  {listed}")
+
+
 class SafetensorsDir:
     """Reads the tensors of a model directory, one at a time or by slice; sharded (index.json) or
-    single.
+    single. stem: of the files' names.
 
     NoWeights (which is a FileNotFoundError) or ValueError naming the file when one is missing,
     truncated, not safetensors, or outside of the directory.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, stem: str = "model"):
         self.path = Path(path)
         if self.path.is_dir():
             check_files(self.path)
-        index = self.path / "model.safetensors.index.json"
-        single = self.path / "model.safetensors"
+        index = self.path / f"{stem}.safetensors.index.json"
+        single = self.path / f"{stem}.safetensors"
         if index.is_file():
             files = sorted(set(_weight_map(index).values()))
             if single.is_file() and single.name not in files:
@@ -136,6 +143,16 @@ class SafetensorsDir:
     def get_slice(self, name: str):
         """Return a tensor that is read only where it is sliced."""
         return self.file_of[name].get_slice(name)
+
+    def problems_of(self, name: str, shape: tuple[int, ...] | None = None) -> list[str]:
+        """Say that a tensor has another shape, or numbers that are no floating-point numbers."""
+        tensor = self.get_slice(name)
+        found = tuple(tensor.get_shape())
+        if shape is not None and found != shape:
+            return [f"{name}: shape {found}, the config says {shape}"]
+        if tensor.get_dtype() not in FLOATING:
+            return [f"{name}: {tensor.get_dtype()}, need one of {', '.join(FLOATING)}"]
+        return []
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -148,6 +148,18 @@ def local(tensor: Tensor) -> Tensor:
     if is_dtensor(tensor):
         tensor = tensor.to_local()
     return tensor
+
+
+def fill(decoder: Decoder, name: str, parameter: Tensor, whole: Any) -> Tensor:
+    """Copy what this rank holds of a parameter from the whole, a tensor or what is sliced as it
+    lies on disk. Returns the copied numbers.
+    """
+    box = held_box(decoder, name, parameter)
+    part = torch.empty(box.lengths)
+    if box.numel:
+        part = whole[box.within(Box((0,) * len(box.lengths), box.lengths))]
+    local(parameter).copy_(part)
+    return part
 
 
 @contextmanager

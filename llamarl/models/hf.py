@@ -22,16 +22,15 @@ from llamarl.errors import BadWeights
 from llamarl.models.config import ModelConfig, oversized, read_config
 from llamarl.models.decoder import Decoder
 from llamarl.models.directory import (
-    FLOATING,
     NAMED_TEMPLATES,
-    NEED_FLOATING,
     SafetensorsDir,
     check_files,
     read_json,
+    refuse_unfit,
 )
-from llamarl.models.fsdp import held_box, local
+from llamarl.models.fsdp import fill
 from llamarl.models.shape import HEADS
-from llamarl.models.sharding import Box, Shape, parameter_shapes
+from llamarl.models.sharding import Shape, parameter_shapes
 
 if TYPE_CHECKING:
     from llamarl.models.converted import ConvertedWeights, StoredForm
@@ -66,16 +65,15 @@ _NAMES = (  # decoder name -> Hugging Face name
 )
 _SEAT = "transformers."  # where a decoder has transformers' model, which has its own names
 _ROWS = 4096  # of a head that are compared at once
-# Ends of names: a tied head, and what older files keep of rotary tables and causal masks.
-_MADE_ANEW = (
-    *HEADS,
+# Ends of names: what older files keep of rotary tables, places and causal masks.
+MADE_ANEW = (
     "rotary_emb.inv_freq",
+    "position_ids",
     ".attn.bias",
     ".attn.masked_bias",
     ".attention.bias",
     ".attention.masked_bias",
 )
-_IDS = ("position_ids", "token_type_ids")  # ends of names: what older encoders keep of their inputs
 _LAYER = re.compile(r"(?<=layers\.)\d+")
 _COPIED = (
     "config.json",
@@ -121,36 +119,26 @@ def stored_shapes(config: ModelConfig) -> dict[str, Shape]:
     return parameter_shapes(config) | dict(config.buffers + config.carried)
 
 
-def read_box(tensor, box: Box) -> Tensor:
-    """Read the box of a parameter, which is sliced as it lies on disk."""
-    if not box.numel:
-        return torch.empty(box.lengths)
-    return tensor[box.within(Box((0,) * len(box.lengths), box.lengths))]
-
-
 def check_weights(
-    source: SafetensorsDir, shapes: Mapping[str, Shape], *, may_lack: Collection[str] = ()
+    source: SafetensorsDir,
+    shapes: Mapping[str, Shape],
+    *,
+    may_lack: Collection[str] = (),
+    may_have: tuple[str, ...] = (*HEADS, *MADE_ANEW),
+    whose: str = "config.json",
 ) -> None:
     """Raise ValueError naming each tensor that is absent, unknown, of integers, or of another shape
     than in `shapes`, by its name in the directory. Reads no numbers. may_lack: names that need not
-    be there.
+    be there. may_have: ends of names of others that may be. whose: the shapes.
     """
     missing = shapes.keys() - source.file_of.keys() - set(may_lack)
     problems = [f"{name}: absent" for name in missing]
     for name in source.file_of:
         if name in shapes:
-            tensor = source.get_slice(name)
-            shape = tuple(tensor.get_shape())
-            dtype = tensor.get_dtype()
-            if shape != shapes[name]:
-                problems.append(f"{name}: shape {shape}, the config says {shapes[name]}")
-            elif dtype not in FLOATING:
-                problems.append(f"{name}: {dtype}, {NEED_FLOATING}")
-        elif not name.endswith(_MADE_ANEW):
+            problems += source.problems_of(name, shapes[name])
+        elif not name.endswith(may_have):
             problems.append(f"{name}: not in this architecture")
-    if problems:
-        listed = "\n  ".join(sorted(problems)[:20])
-        raise ValueError(f"{source.path}: weights do not fit config.json:\n  {listed}")
+    refuse_unfit(source.path, problems, whose)
 
 
 def check_encoder_directory(path: Path) -> None:
@@ -163,10 +151,10 @@ def check_encoder_directory(path: Path) -> None:
     problem = oversized(raw)
     if problem:
         raise ValueError(f"{file}: {problem}")
-    for name, opened in SafetensorsDir(path).file_of.items():
-        dtype = opened.get_slice(name).get_dtype()
-        if dtype not in FLOATING and not name.endswith(_IDS):
-            raise ValueError(f"{path}: {name}: {dtype}, {NEED_FLOATING}")
+    source = SafetensorsDir(path)
+    for name in source.file_of:
+        if not name.endswith(("position_ids", "token_type_ids")):  # of older encoders' inputs
+            refuse_unfit(path, source.problems_of(name))
 
 
 def weights_of(path: str | Path, config: ModelConfig, *, may_lack: Collection[str] = ()) -> Weights:
@@ -245,9 +233,7 @@ def load_weights(
         decoder.to_empty(device=device)
     for name, parameter in named_parameters_hf(decoder):
         if name in shapes and name in source.file_of:  # no adapter
-            part = read_box(source.get_slice(name), held_box(decoder, name, parameter))
-            check_finite(name, part, source.path)
-            local(parameter).copy_(part)
+            check_finite(name, fill(decoder, name, parameter, source.get_slice(name)), path)
     load_buffers(decoder, path, source)
     return decoder
 
@@ -282,7 +268,7 @@ def stored_form(path: str | Path, config: ModelConfig) -> StoredForm | None:
     return StoredForm(config)
 
 
-def check_finite(name: str, tensor: Tensor, path: Path) -> None:
+def check_finite(name: str, tensor: Tensor, path: str | Path) -> None:
     """Raise BadWeights if a tensor of the directory `path` holds NaN or infinite numbers."""
     if tensor.dtype.itemsize == 1:  # torch has no isfinite for float8
         tensor = tensor.float()

@@ -24,11 +24,11 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from llamarl.models.decoder import Decoder
-from llamarl.models.fsdp import held_box, local, peers_of
+from llamarl.models.fsdp import fill, local, peers_of
 from llamarl.models.fused import Gradients
 from llamarl.models.hf import hf_name, named_parameters_hf
 from llamarl.models.shape import Lora
-from llamarl.models.sharding import LORA_A, LORA_B, Box, adapter_shapes
+from llamarl.models.sharding import LORA_A, LORA_B, adapter_shapes
 from llamarl.models.tp import TensorParallel, copied
 
 
@@ -176,11 +176,9 @@ def reset_lora(decoder: Decoder, seed: int) -> None:
         if name.endswith(LORA_B):
             local(parameter).zero_()
             continue
-        shape = shapes[name]
-        bound = 1 / math.sqrt(shape[1])
-        whole = torch.empty(shape).uniform_(-bound, bound, generator=draw)
-        part = whole[held_box(decoder, name, parameter).within(Box.whole(shape))]
-        local(parameter).copy_(part)
+        bound = 1 / math.sqrt(shapes[name][1])
+        whole = torch.empty(shapes[name]).uniform_(-bound, bound, generator=draw)
+        fill(decoder, name, parameter, whole)
 
 
 def adapters_of(decoder: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -6,36 +6,28 @@ Names are those of the model in transformers.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from llamarl.models.build import build_decoder
 from llamarl.models.config import ModelConfig, read_config
 from llamarl.models.decoder import Decoder
-from llamarl.models.directory import check_files, read_json
-from llamarl.models.fsdp import held_box, local
-from llamarl.models.hf import (
-    absent_rows,
-    check_finite,
-    export,
-    load_weights,
-    read_box,
-    weights_of,
-)
+from llamarl.models.directory import SafetensorsDir, check_files, read_json
+from llamarl.models.fsdp import fill
+from llamarl.models.hf import check_finite, check_weights, export, weights_of
+from llamarl.models.loading import frozen_decoder
 from llamarl.models.lora import adapters_of, lay_side_by_side
 from llamarl.models.shape import Lora
-from llamarl.models.sharding import LORA_A, LORA_B, Box, adapter_shapes, parameter_shapes
+from llamarl.models.sharding import LORA_A, LORA_B, adapter_shapes, parameter_shapes
 
 CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
+STEM = "adapter_model"  # of the file of weights
+WEIGHTS = f"{STEM}.safetensors"
 _PREFIX = "base_model.model."
 _ENDS = {LORA_A: ".lora_A.weight", LORA_B: ".lora_B.weight"}
 # Fields of an adapter_config.json that change what is computed -> what they are where they do not.
@@ -131,10 +123,10 @@ def _merged(
     """
     source = weights_of(base, config)
     update = lost = 0.0  # squares
-    for name, shape in parameter_shapes(config).items():
+    for name in parameter_shapes(config):
         if name not in source.file_of:
             continue
-        weight = read_box(source.get_slice(name), Box.whole(shape))
+        weight = source.get_slice(name)[...]
         a = adapters.get(name.removesuffix(".weight") + LORA_A)
         if a is None:
             yield name, weight
@@ -214,28 +206,15 @@ def check_adapter(path: str | Path, config: ModelConfig) -> dict[str, Tensor]:
             differences.append(f"trainer.lora.{key}={shown}")
     if differences:
         raise ValueError(f"{path / CONFIG}: its adapters need {' '.join(differences)}")
-    file = path / WEIGHTS
-    if not file.is_file():
-        raise FileNotFoundError(f"{file}: no such file; adapters are read from safetensors only")
-    try:
-        stored = load_file(file)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(
-            f"{file}: not a whole safetensors file ({error}); fetch it again"
-        ) from error
+    source = SafetensorsDir(path, stem=STEM)
     shapes = {_peft_name(name): shape for name, shape in adapter_shapes(config).items()}
-    problems = [f"{name}: absent" for name in shapes.keys() - stored.keys()]
-    for name, tensor in stored.items():
-        if name not in shapes:
-            problems.append(f"{name}: not an adapter of this model's {', '.join(lora.targets)}")
-        elif tuple(tensor.shape) != shapes[name]:
-            problems.append(f"{name}: shape {tuple(tensor.shape)}, need {shapes[name]}")
-        else:
-            check_finite(name, tensor, path)
-    if problems:
-        listed = "\n  ".join(sorted(problems)[:20])
-        raise ValueError(f"{file}: its adapters do not fit the model:\n  {listed}")
-    return {name: stored[_peft_name(name)].float() for name in adapter_shapes(config)}
+    whose = f"adapters of this model's {', '.join(lora.targets)}"
+    check_weights(source, shapes, may_have=(), whose=whose)
+    adapters = {}
+    for name in adapter_shapes(config):
+        adapters[name] = source.get_slice(_peft_name(name))[...].float()
+        check_finite(name, adapters[name], path)
+    return adapters
 
 
 @torch.no_grad()
@@ -245,8 +224,7 @@ def load_adapter(decoder: Decoder, path: str | Path) -> None:
     """
     whole = check_adapter(path, decoder.config)
     for name, parameter in adapters_of(decoder):
-        box = held_box(decoder, name, parameter)
-        local(parameter).copy_(whole[name][box.within(Box.whole(tuple(whole[name].shape)))])
+        fill(decoder, name, parameter, whole[name])
 
 
 def load_policy(
@@ -257,13 +235,10 @@ def load_policy(
     device: str | torch.device,
 ) -> Decoder:
     """Return the decoder of a Hugging Face directory, with the adapters of a PEFT directory beside
-    its weights if one is given. Errors: read_config's, load_weights', check_adapter's.
+    its weights if one is given. Errors: frozen_decoder's, check_adapter's.
     """
     lora = None if adapter is None else lora_in(adapter)[0]
-    config = dataclasses.replace(read_config(path), lora=lora)
-    decoder = build_decoder(config, dtype=dtype)
-    decoder.absent_rows = absent_rows(path, config.vocab_size, device)
-    load_weights(decoder, path, device=device)
+    decoder = frozen_decoder(path, mesh=None, device=torch.device(device), dtype=dtype, lora=lora)
     if adapter is not None:
         load_adapter(decoder, adapter)
         lay_side_by_side(decoder)

@@ -24,9 +24,8 @@ from torch import Tensor
 from llamarl.models.build import Decoder
 from llamarl.models.config import ModelConfig
 from llamarl.models.directory import read_json
-from llamarl.models.fsdp import held_box, local
+from llamarl.models.fsdp import fill
 from llamarl.models.hf import stored_tokenizer
-from llamarl.models.sharding import Box
 
 SCORE = "score.weight"  # the head's Hugging Face name
 
@@ -52,9 +51,7 @@ def draw_score_head(decoder: Decoder, *, seed: int) -> None:
     shape = (len(decoder.config.labels), decoder.config.hidden_size)
     generator = torch.Generator().manual_seed(seed)
     whole_CD = torch.randn(shape, generator=generator) / (shape[1] + 1) ** 0.5
-    parameter = decoder.output_weight
-    part = held_box(decoder, SCORE, parameter).within(Box.whole(shape))
-    local(parameter).copy_(whole_CD[part])
+    fill(decoder, SCORE, decoder.output_weight, whole_CD)
 
 
 def settle_pad_token(path: str | Path) -> None:
