@@ -32,12 +32,12 @@ def wrap(
     decoder: Decoder,
     mesh: DeviceMesh | None,
     compute_dtype: torch.dtype,
+    device: torch.device,
     *,
     cpu_offload: bool,
-    pin_memory: bool,
 ) -> None:
-    """Wrap every layer, and the decoder around them, in FSDP2. It computes in compute_dtype and
-    reduces in float32. Call it before weights load.
+    """Wrap every layer, and the decoder around them, in FSDP2. It computes in compute_dtype on the
+    device and reduces in float32. Call it before weights load.
     """
     from torch.distributed.fsdp import (
         CPUOffloadPolicy,
@@ -48,7 +48,7 @@ def wrap(
 
     offload = OffloadPolicy()
     if cpu_offload:
-        offload = CPUOffloadPolicy(pin_memory=pin_memory)
+        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     # Rotary tables stay float32: the layers round what they make of them.
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False

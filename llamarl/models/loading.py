@@ -68,12 +68,12 @@ def training_decoder(
     decoder = build_decoder(config, dtype=torch.float32, tensor_parallel=tensor_parallel)
     decoder.activation_checkpointing = activation_checkpointing
     if cpu_offload or (mesh is not None and mesh.size() > 1):
-        pin_memory = device.type == "cuda"
-        wrap(decoder, mesh, compute_dtype, cpu_offload=cpu_offload, pin_memory=pin_memory)
+        wrap(decoder, mesh, compute_dtype, device, cpu_offload=cpu_offload)
     elif compute_dtype != torch.float32:
         decoder.masters = Masters(decoder, decoder.layers, compute_dtype)
+    may_lack = () if score_seed is None else (SCORE,)
     holder = torch.device("cpu") if cpu_offload else device
-    load_weights(decoder, path, device=holder, may_lack=() if score_seed is None else (SCORE,))
+    load_weights(decoder, path, device=holder, may_lack=may_lack)
     if not config.labels:
         decoder.absent_rows = absent_rows(path, config.vocab_size, device)
     if score_seed is not None:
@@ -145,14 +145,12 @@ def frozen_decoder(
     """
     config = dataclasses.replace(config_of(path, made_by), lora=lora)
     decoder = build_decoder(config, dtype=dtype, tensor_parallel=tensor_parallel)
-    if not config.labels:
-        decoder.absent_rows = absent_rows(path, config.vocab_size, device)
     decoder.requires_grad_(False)
     if cpu_offload or (mesh is not None and mesh.shape[-1] > 1):
-        pin_memory = device.type == "cuda"
-        wrap(decoder, mesh, dtype, cpu_offload=cpu_offload, pin_memory=pin_memory)
-    holder = torch.device("cpu") if cpu_offload else device
-    load_weights(decoder, path, device=holder)
+        wrap(decoder, mesh, dtype, device, cpu_offload=cpu_offload)
+    load_weights(decoder, path, device=torch.device("cpu") if cpu_offload else device)
+    if not config.labels:
+        decoder.absent_rows = absent_rows(path, config.vocab_size, device)
     if lora is not None:
         reset_lora(decoder, lora.seed)
     return decoder.eval()

@@ -34,7 +34,7 @@ def shards_here() -> tuple[list[Shard], torch.optim.Optimizer]:
     torch.manual_seed(0)
     decoder = build_decoder(CONFIG, device="cpu")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    wrap(decoder, mesh, torch.float32, cpu_offload=False, pin_memory=False)
+    wrap(decoder, mesh, torch.float32, torch.device("cpu"), cpu_offload=False)
     named = list(named_parameters_hf(decoder))
     shards = [Shard(name, p, held_box(decoder, name, p)) for name, p in named]
     parameters = [p for _, p in named]

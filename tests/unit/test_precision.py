@@ -80,7 +80,7 @@ def test_masters_gradients_and_moments_are_float32_and_layers_compute_in_bfloat1
 def replica_of(mesh):
     """A decoder as one of several replicas has it, of which this mesh holds one alone."""
     decoder = build_decoder(read_config(tiny_directory()))
-    wrap(decoder, mesh, torch.bfloat16, cpu_offload=False, pin_memory=False)
+    wrap(decoder, mesh, torch.bfloat16, torch.device("cpu"), cpu_offload=False)
     load_weights(decoder, tiny_directory(), device=torch.device("cpu"))
     return decoder.train()
 
