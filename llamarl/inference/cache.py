@@ -18,7 +18,7 @@ from torch import Tensor
 
 from llamarl.inference.schedule import Room, whole_blocks
 from llamarl.machine.device import has_float64
-from llamarl.models.attention import PRODUCTS, PackedAttention, Scores, fused, scored
+from llamarl.models.attention import PRODUCTS, PackedAttention, Scores, fused, masked_products
 from llamarl.models.decoder import Decoder
 from llamarl.models.fused import gpu_kernels
 
@@ -246,7 +246,7 @@ class Pieces:
             q_NHLK = scores.scaled(q_NHLK)
             out_NHLK = fused(q_NHLK, k_NJMK, v_NJMK, seen_N1LM)
         else:
-            out_NHLK = scored(q_NHLK, k_NJMK, v_NJMK, seen_N1LM, scores)
+            out_NHLK = masked_products(q_NHLK, k_NJMK, v_NJMK, seen_N1LM, scores)
         out_NLHK = out_NHLK.transpose(1, 2)
         return out_NLHK.flatten(0, 1)[self._places_T]
 
@@ -294,7 +294,7 @@ class Decode:
         v_NJLK = values[self._rows, :, : self._length]
         bias_N11L = self._bias(scores)
         if not scores.are_products:
-            out_NH1K = scored(q_NHK[:, :, None], k_NJLK, v_NJLK, bias_N11L == 0, scores)
+            out_NH1K = masked_products(q_NHK[:, :, None], k_NJLK, v_NJLK, bias_N11L == 0, scores)
             return out_NH1K[:, :, 0]
         kv_heads = k_NJK.shape[1]
         q_NJRK = scores.scaled(q_NHK).unflatten(1, (kv_heads, -1))

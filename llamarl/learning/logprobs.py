@@ -25,7 +25,7 @@ from llamarl.learning.segments import wide_dtype
 from llamarl.memory import CHUNK_TOKENS, KEEP_BYTES, KEEP_LOGITS
 from llamarl.models.attention import PackedAttention, rounded_up
 from llamarl.models.decoder import Decoder
-from llamarl.models.fused import add_up, kernels, weight_gradient
+from llamarl.models.fused import add_up, call_kernel, kernels, weight_gradient
 from llamarl.models.parity import Canary, Sequence
 from llamarl.types import Group, PackedBatch
 
@@ -306,11 +306,9 @@ def log_softmax(logits_CV: Tensor, labels_C: Tensor, temperature: float, *, out:
 
     In float32 or wider; the logits stay as they are.
     """
-    lib = kernels(logits_CV)
-    if lib is not None:
-        labels_C = labels_C.contiguous()
-        addresses = (t.data_ptr() for t in (*out, logits_CV, labels_C))
-        lib.log_softmax(*addresses, *logits_CV.shape, temperature, torch.get_num_threads())
+    if kernels(logits_CV) is not None:
+        given = (*out, logits_CV, labels_C.contiguous(), *logits_CV.shape, temperature)
+        call_kernel("log_softmax", logits_CV, *given)
         return
     wide_CV = logits_CV.to(wide_dtype(logits_CV))
     top_C1 = wide_CV.amax(1, keepdim=True)
@@ -340,11 +338,9 @@ def log_softmax_backward(
     None. dz takes the place of the logits and is returned.
     """
     _, entropy_C, top_C, log_sum_C = found_4C
-    lib = kernels(logits_CV)
-    if lib is not None:
+    if kernels(logits_CV) is not None:
         given = (logits_CV, labels_C.contiguous(), top_C, log_sum_C, entropy_C, a_C, b_C)
-        addresses = (None if t is None else t.data_ptr() for t in given)
-        lib.log_softmax_backward(*addresses, *logits_CV.shape, temperature, torch.get_num_threads())
+        call_kernel("log_softmax_backward", logits_CV, *given, *logits_CV.shape, temperature)
         return logits_CV
     wide_CV = logits_CV.to(wide_dtype(logits_CV))
     logp_CV = (wide_CV - top_C[:, None]).div_(temperature).sub_(log_sum_C[:, None])

@@ -23,7 +23,6 @@ from llamarl.models.fused import (
     RMSNorm,
     add_rms_norm,
     kernels,
-    masked_products,
     projections,
     rotate,
 )
@@ -163,25 +162,22 @@ class PackedAttention:
         limit = SHORT.get(q_THK.dtype, 256)
         longest = max(part.keys_NM.shape[1] for part in self._parts)
         window = scores.window if scores.narrows(self.longest) else None
-        if scores.are_products:
-            q_THK = scores.scaled(q_THK)
+        if scores.are_products and window is None and longest <= limit:
             is_square = v_TJK.shape == k_TJK.shape  # the kernel knows no values of another size
-            if window is None and is_square and kernels(q_THK) is not None and longest <= limit:
-                return PackedProducts.apply(q_THK, k_TJK, v_TJK, self._parts, self._num_tokens)
+            if is_square and kernels(q_THK) is not None:
+                scaled = scores.scaled(q_THK)
+                return PackedProducts.apply(scaled, k_TJK, v_TJK, self._parts, self._num_tokens)
         attended = []
         for number, part in enumerate(self._parts):
             q_NHLK = _padded(q_THK, part.queries_NL)
             k_NJMK = _padded(k_TJK, part.keys_NM)
             v_NJMK = _padded(v_TJK, part.keys_NM)
-            is_short = k_NJMK.shape[2] <= limit
-            if not scores.are_products:
-                out_NHLK = scored(q_NHLK, k_NJMK, v_NJMK, part.seen_within(window), scores)
-            elif is_short and q_THK.device.type == "cpu":
-                mask = part.mask if window is None else part.seen_within(window)
-                out_NHLK = masked_products(q_NHLK, k_NJMK, v_NJMK, mask)
+            is_short = k_NJMK.shape[2] <= limit and q_THK.device.type == "cpu"
+            if is_short or not scores.are_products:
+                out_NHLK = masked_products(q_NHLK, k_NJMK, v_NJMK, part.mask(window), scores)
             else:
                 mask = self._added_mask(number, q_THK.dtype, window)
-                out_NHLK = fused(q_NHLK, k_NJMK, v_NJMK, mask)
+                out_NHLK = fused(scores.scaled(q_NHLK), k_NJMK, v_NJMK, mask)
             out_NLHK = out_NHLK.transpose(1, 2)
             attended.append(out_NLHK.flatten(0, 1))
         padded = torch.cat(attended)
@@ -204,8 +200,7 @@ class PackedAttention:
         It is made once for all layers. Given a mask of bools, PyTorch would make one in every
         layer, and hold each of them for backward.
         """
-        part = self._parts[number]
-        mask = part.mask if window is None else part.seen_within(window)
+        mask = self._parts[number].mask(window)
         if mask is None:
             return None
         key = (number, dtype, window)
@@ -325,23 +320,32 @@ def fused(q_NHLK: Tensor, k_NJMK: Tensor, v_NJMK: Tensor, mask: Tensor | None) -
     )
 
 
-def scored(q_NHLK: Tensor, k_NJMK: Tensor, v_NJMK: Tensor, seen: Tensor, scores: Scores) -> Tensor:
-    """Compute attention [N, H, L, K] by plain products, whose scores are made as `scores` says. The
-    softmax is float32's or wider. seen: bool, broadcast to [N, 1, L, M], true where a key is seen.
+def masked_products(
+    q_NHLK: Tensor, k_NJMK: Tensor, v_NJMK: Tensor, seen: Tensor | None, scores: Scores = PRODUCTS
+) -> Tensor:
+    """Compute attention [N, H, L, K] by plain batched products, whose scores are made as `scores`
+    says. All N H L M weights are held.
+
+    Sums and the softmax are float32's or wider; in bfloat16 scores and weights are rounded to it
+    between the products. seen: bool, broadcast to [N, 1, L, M], true where a key is seen; None:
+    causal, L = M.
     """
     n, heads, longest, head_dim = q_NHLK.shape
     kv_heads, num_keys = k_NJMK.shape[1:3]
-    q_NJRK = q_NHLK.reshape(n, kv_heads, -1, head_dim)
-    made = q_NJRK @ k_NJMK.transpose(-1, -2)
-    made = made * (head_dim**-0.5 if scores.scale is None else scores.scale)
+    # The query heads of one key head are more rows.
+    q = q_NHLK.reshape(n, kv_heads, -1, head_dim)
+    q = q * (head_dim**-0.5 if scores.scale is None else scores.scale)
+    made = q @ k_NJMK.transpose(-1, -2)
     if scores.softcap is not None:
         made = torch.tanh(made / scores.softcap) * scores.softcap
-    made = made.view(n, heads, longest, num_keys).masked_fill(~seen, -torch.inf)
+    made = made.view(n, heads, longest, num_keys)
+    if seen is None:
+        seen = torch.ones(longest, longest, dtype=torch.bool, device=q.device).tril()
+    made = made.masked_fill(~seen, -torch.inf)
     if scores.sinks_H is not None:
         sinks = scores.sinks_H.to(made.dtype).view(1, heads, 1, 1)
         made = torch.cat([made, sinks.expand(n, heads, longest, 1)], -1)
-    wide = torch.promote_types(made.dtype, torch.float32)
-    weights = made.softmax(-1, dtype=wide)[..., :num_keys].to(v_NJMK.dtype)
+    weights = made.softmax(-1)[..., :num_keys]
     out = weights.reshape(n, kv_heads, -1, num_keys) @ v_NJMK
     return out.view(n, heads, longest, -1)
 

@@ -17,9 +17,9 @@ import ctypes
 import os
 import subprocess
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from types import ModuleType
 
 import torch
@@ -112,21 +112,12 @@ def _triton_kernels(dtype: torch.dtype) -> ModuleType | None:
     return None
 
 
-def present_kernels(x: Tensor) -> ctypes.CDLL:
-    """Returns the kernels for tensors like x, where `kernels` was asked before whether there are
-    any.
-    """
-    lib = kernels(x)
-    assert lib is not None, f"no kernels for {x.dtype} on {x.device}"
-    return lib
-
-
-def call_kernel(kernel: Callable[..., None], *arguments: object) -> None:
-    """Run a function of `kernels` on the threads that PyTorch has. Tensors are given by their
-    address, None as a null pointer.
+def call_kernel(name: str, like: Tensor, *arguments: object) -> None:
+    """Run one of the `kernels` for tensors like that one on the threads that PyTorch has. Tensors
+    are given by their address, None as a null pointer.
     """
     values = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
-    kernel(*values, torch.get_num_threads())
+    getattr(kernels(like), name)(*values, torch.get_num_threads())
 
 
 def is_altered(module: nn.Module) -> bool:
@@ -151,7 +142,7 @@ def add_up(total: Tensor, part: Tensor) -> None:
     if lib is None or not (total.is_contiguous() and part.is_contiguous()):
         total.add_(part)
     else:
-        call_kernel(lib.add_up, total, part, part.numel())
+        call_kernel("add_up", part, total, part, part.numel())
 
 
 def weight_gradient(grad_TN: Tensor, x_TD: Tensor) -> Tensor:
@@ -169,7 +160,7 @@ def weight_gradient(grad_TN: Tensor, x_TD: Tensor) -> Tensor:
     for first in range(0, num_outputs, _TURNED_ROWS):
         piece = grad_TN[:, first : first + _TURNED_ROWS]
         rows = turned[: piece.shape[1]]
-        call_kernel(lib.transpose, rows, piece, *piece.shape, num_outputs)
+        call_kernel("transpose", rows, rows, piece, *piece.shape, num_outputs)
         torch.mm(rows, x_TD, out=out_ND[first : first + _TURNED_ROWS])
     return out_ND
 
@@ -191,9 +182,7 @@ def add_rms_norm(
         if on_gpu and x.dtype == scale_D.dtype:
             change = None if change is None else change.contiguous()
             return on_gpu.add_rms_norm(x.contiguous(), change, scale_D, eps)
-        h = x
-        if change is not None:
-            h = x + change
+        h = x if change is None else x + change
         if h.dtype == torch.float32 == scale_D.dtype:
             return h, F.rms_norm(h, scale_D.shape, scale_D, eps)
         normed = F.rms_norm(h.float(), scale_D.shape, eps=eps)
@@ -214,15 +203,10 @@ class _AddRmsNorm(Function):
     ) -> tuple[Tensor, Tensor]:
         dim = scale_D.numel()
         rows = x.numel() // dim
-        if change is None:
-            h = x.view_as(x)
-        else:
-            h = torch.empty_like(x)
+        h = x.view_as(x) if change is None else torch.empty_like(x)
         y = torch.empty_like(x)
         inverse_T = x.new_empty(rows, dtype=torch.float32)
-        call_kernel(
-            present_kernels(x).rms_norm, y, inverse_T, h, x, change, scale_D, rows, dim, eps
-        )
+        call_kernel("rms_norm", x, y, inverse_T, h, x, change, scale_D, rows, dim, eps)
         ctx.save_for_backward(h, scale_D, inverse_T)
         ctx.set_materialize_grads(False)
         return h, y
@@ -242,8 +226,7 @@ class _AddRmsNorm(Function):
         if needs_scale:  # not where adapters alone are trained
             sums_D = torch.empty_like(scale_D, dtype=torch.float32)
         tensors = (grad_x, sums_D, grad_h, grad_y, h, inverse_T, scale_D)
-        sizes = (inverse_T.numel(), scale_D.numel())
-        call_kernel(present_kernels(h).rms_norm_backward, *tensors, *sizes)
+        call_kernel("rms_norm_backward", h, *tensors, inverse_T.numel(), scale_D.numel())
         grad_change = grad_x if needs_change else None
         grad_scale = None if sums_D is None else sums_D.to(scale_D.dtype)
         return grad_x, grad_change, grad_scale, None
@@ -268,7 +251,7 @@ class _SwiGlu(Function):
     @staticmethod
     def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
         out = torch.empty_like(gate)
-        call_kernel(present_kernels(gate).swiglu, out, gate, up, gate.numel())
+        call_kernel("swiglu", gate, out, gate, up, gate.numel())
         ctx.save_for_backward(gate, up)
         return out
 
@@ -280,7 +263,7 @@ class _SwiGlu(Function):
         grad_gate = torch.empty_like(gate)
         grad_up = torch.empty_like(up)
         tensors = (grad_gate, grad_up, grad, gate, up)
-        call_kernel(present_kernels(gate).swiglu_backward, *tensors, gate.numel())
+        call_kernel("swiglu_backward", gate, *tensors, gate.numel())
         return grad_gate, grad_up
 
 
@@ -316,7 +299,7 @@ class _Rotate(Function):
         ctx.save_for_backward(cos, sin)
         ctx.direction = direction
         out = torch.empty_like(x_THK)
-        call_kernel(present_kernels(x_THK).rotate, out, x_THK, cos, sin, *x_THK.shape, direction)
+        call_kernel("rotate", x_THK, out, x_THK, cos, sin, *x_THK.shape, direction)
         return out
 
     @staticmethod
@@ -394,62 +377,33 @@ class AttentionBlock:
     lengths_N: Tensor  # int64
     seen_N: Tensor | None  # int64
 
-    @cached_property
-    def mask(self) -> Tensor | None:
-        """[N, 1, L, M] bool, true where a key is seen; None: causal."""
-        if self.seen_N is None:
-            return None
-        device = self.seen_N.device
-        num_queries = self.queries_NL.shape[1]
-        prefix = self.keys_NM.shape[1] - num_queries
-        places_M = torch.arange(-prefix, num_queries, device=device)
-        is_causal_LM = (places_M >= 0) & (places_M <= places_M[prefix:, None])
-        is_seen_NM = places_M < self.seen_N[:, None] - prefix
-        is_prefix_seen_NM = is_seen_NM & (places_M < 0)
-        return (is_causal_LM | is_prefix_seen_NM[:, None])[:, None]
+    _masks: dict[int | None, Tensor] = field(default_factory=dict)  # by window
 
-    def seen_within(self, window: int | None) -> Tensor:
-        """Return [N or 1, 1, L, M] bool: where a key is seen that is less than `window` tokens
-        before its query. None: however far it is.
+    def mask(self, window: int | None = None) -> Tensor | None:
+        """[N, 1, L, M] bool, true where a key is seen that is less than `window` tokens before its
+        query; None: causal. window None: however far it is.
         """
-        device = self.queries_NL.device
+        if window is None and self.seen_N is None:
+            return None
+        if window not in self._masks:
+            self._masks[window] = self._made(window)
+        return self._masks[window]
+
+    def _made(self, window: int | None) -> Tensor:
         num_queries = self.queries_NL.shape[1]
         prefix = self.keys_NM.shape[1] - num_queries
-        places_M = torch.arange(-prefix, num_queries, device=device)
-        seen = self.mask
-        if seen is None:
-            seen = (places_M <= places_M[prefix:, None])[None, None]
-        if window is None:
-            return seen
-        # A segment's own tokens follow the last that it sees of its prefix.
-        before_N1 = 0 if self.seen_N is None else self.seen_N[:, None]
+        places_M = torch.arange(-prefix, num_queries, device=self.queries_NL.device)
         is_own_M = places_M >= 0
+        # A segment's own tokens follow the last that it sees of its prefix.
+        seen_N = self.lengths_N.new_zeros(1) if self.seen_N is None else self.seen_N
+        before_N1 = seen_N[:, None]
         keys_NM = torch.where(is_own_M, places_M + before_N1, places_M + prefix)
-        queries_NL = keys_NM[..., prefix:]
-        distances = queries_NL[..., :, None] - keys_NM[..., None, :]
-        return seen & (distances < window).view(-1, 1, num_queries, prefix + num_queries)
-
-
-def masked_products(q_NHLK: Tensor, k_NJMK: Tensor, v_NJMK: Tensor, mask: Tensor | None) -> Tensor:
-    """Compute attention [N, H, L, K] by plain batched products. All N H L M weights are held.
-
-    Sums and the softmax are float32's or wider; in bfloat16 scores and weights are rounded to it
-    between the products. mask: bool, broadcast to [N, 1, L, M], true where a key is seen; None:
-    causal, L = M.
-    """
-    n, heads, longest, head_dim = q_NHLK.shape
-    kv_heads, num_keys = k_NJMK.shape[1:3]
-    # The query heads of one key head are more rows.
-    q = q_NHLK.reshape(n, kv_heads, -1, head_dim)
-    q = q * head_dim**-0.5
-    scores = q @ k_NJMK.transpose(-1, -2)
-    scores = scores.view(n, heads, longest, num_keys)
-    if mask is None:
-        mask = torch.ones(longest, longest, dtype=torch.bool, device=q.device).tril()
-    scores = scores.masked_fill(~mask, -torch.inf)
-    weights = scores.softmax(-1).view(n, kv_heads, -1, num_keys)
-    out = weights @ v_NJMK
-    return out.view(n, heads, longest, -1)
+        queries_NL1 = keys_NM[:, prefix:, None]
+        is_there_NM = is_own_M | (keys_NM < before_N1)
+        seen_NLM = is_there_NM[:, None] & (keys_NM[:, None] <= queries_NL1)
+        if window is not None:
+            seen_NLM &= keys_NM[:, None] > queries_NL1 - window
+        return seen_NLM[:, None]
 
 
 class PackedProducts(Function):
@@ -488,8 +442,8 @@ class PackedProducts(Function):
             row_shape = (torch.get_num_threads(), weights_BRM.shape[-1])
             rows = weights_BRM.new_empty(row_shape, dtype=torch.float32)
             sizes = (*part.queries_NL.shape, *weights_BRM.shape)
-            softmax = present_kernels(q_THK).causal_softmax
-            call_kernel(softmax, weights_BRM, rows, part.seen_N, *sizes, head_dim**-0.5)
+            softmax = (weights_BRM, rows, part.seen_N, *sizes, head_dim**-0.5)
+            call_kernel("causal_softmax", weights_BRM, *softmax)
             _scatter(torch.bmm(weights_BRM, v_BMK), part, out_THK)
             kept += [q_BRK, k_BMK, v_BMK, weights_BRM]
         ctx.save_for_backward(*kept)
@@ -515,8 +469,8 @@ class PackedProducts(Function):
             _scatter_add(torch.bmm(weights_BRM.transpose(1, 2), grad_BRK), part, grad_v)
             grad_BRM = torch.bmm(grad_BRK, v_BMK.transpose(1, 2))
             sizes = (part.queries_NL.shape[1], *grad_BRM.shape)
-            softmax_backward = present_kernels(q_BRK).causal_softmax_backward
-            call_kernel(softmax_backward, grad_BRM, weights_BRM, *sizes, head_dim**-0.5)
+            softmax = (grad_BRM, weights_BRM, *sizes, head_dim**-0.5)
+            call_kernel("causal_softmax_backward", grad_BRM, *softmax)
             _scatter(torch.bmm(grad_BRM, k_BMK), part, grad_q)
             _scatter_add(torch.bmm(grad_BRM.transpose(1, 2), q_BRK), part, grad_k)
         return grad_q, grad_k.to(grad_q.dtype), grad_v.to(grad_q.dtype), None, None
@@ -531,7 +485,7 @@ def _gathered(
     rows = index_NL.shape[1] * x_THK.shape[1] // kv_heads
     out = x_THK.new_empty(num_batches, rows, head_dim)
     sizes = (*index_NL.shape, *x_THK.shape[1:])
-    call_kernel(present_kernels(x_THK).gather, out, x_THK, index_NL, lengths_N, *sizes)
+    call_kernel("gather", x_THK, out, x_THK, index_NL, lengths_N, *sizes)
     return out
 
 
@@ -539,13 +493,13 @@ def _scatter(x_BRK: Tensor, part: AttentionBlock, out_THK: Tensor) -> None:
     """Put the part's tokens in their places of out."""
     index_NL = part.queries_NL
     sizes = (*index_NL.shape, *out_THK.shape[1:])
-    call_kernel(present_kernels(x_BRK).scatter, out_THK, x_BRK, index_NL, part.lengths_N, *sizes)
+    call_kernel("scatter", x_BRK, out_THK, x_BRK, index_NL, part.lengths_N, *sizes)
 
 
 def _scatter_add(x_BMK: Tensor, part: AttentionBlock, out_TJK: Tensor) -> None:
     """Add what belongs to the part's keys to their tokens' float32 sums."""
     sizes = (*part.keys_NM.shape, *out_TJK.shape[1:])
-    call_kernel(present_kernels(x_BMK).scatter_add, out_TJK, x_BMK, part.keys_NM, *sizes)
+    call_kernel("scatter_add", x_BMK, out_TJK, x_BMK, part.keys_NM, *sizes)
 
 
 class RMSNorm(nn.Module):

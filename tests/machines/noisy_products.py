@@ -31,7 +31,6 @@ import itertools
 import os
 import threading
 import warnings
-from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -187,16 +186,16 @@ def make_training_kernels_noisy(fused: ModuleType) -> None:
     call_kernel = fused.call_kernel
 
     @functools.wraps(call_kernel)
-    def and_add_noise(kernel: Callable[..., None], *arguments: object) -> None:
-        call_kernel(kernel, *arguments)
-        for place in _WRITTEN.get(kernel.__name__, ()):
+    def and_add_noise(kernel: str, like: Tensor, *arguments: object) -> None:
+        call_kernel(kernel, like, *arguments)
+        for place in _WRITTEN.get(kernel, ()):
             written = arguments[place]
             if written is None or not written.numel() or written.dtype != torch.float32:
                 continue
             passed_on = None
-            if kernel.__name__ == "rms_norm_backward" and place == 0:
+            if kernel == "rms_norm_backward" and place == 0:
                 passed_on = arguments[2]
-            add_noise(written, _sizes_of_result(written, kernel.__name__, passed_on))
+            add_noise(written, _sizes_of_result(written, kernel, passed_on))
 
     fused.call_kernel = and_add_noise
 
