@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,20 +36,43 @@ _MOST = {
     "num_key_value_heads": _MOST_FEATURES,
     "head_dim": _MOST_FEATURES,
 }
-# Numbers, and the least that each may be. A base of 1 turns all features alike.
-_NUMBERS = {"rms_norm_eps": 0.0, "rope_theta": 1.0}
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is a finite number of at least 0."""
+    return type(value) in (int, float) and math.isfinite(value) and value >= 0
+
+
+def _is_base(value: Any) -> bool:
+    """Whether a value may be a base of angles. One of 1 turns all features alike."""
+    return _is_number(value) and value >= 1
+
+
+# What the value of a field must be, if it has one, and how that is said.
+_NEEDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(_COUNTS, (_is_count, "a whole number of at least 1")),
+    "rms_norm_eps": (_is_number, "a finite number of at least 0"),
+    "rope_theta": (_is_base, "a finite number of at least 1"),
+    **dict.fromkeys(
+        ("tie_word_embeddings", "use_sliding_window"),
+        (lambda value: isinstance(value, bool), "true or false"),
+    ),
+    "sliding_window": (_is_number, "a whole number of tokens, or null"),
+    **dict.fromkeys(
+        ("rope_parameters", "rope_scaling"),
+        (lambda value: not value or isinstance(value, dict), "an object with rope_type, or null"),
+    ),
+}
 # Fields that this file reads, by the names that Llama's have. Those that choose tensors, such as
 # attention_bias, need no reading: a tensor that is absent or unknown is refused.
 _READ = {
-    *_COUNTS,
-    *_NUMBERS,
+    *_NEEDS,
     "hidden_act",
-    "rope_parameters",
-    "rope_scaling",
     "original_max_position_embeddings",
-    "tie_word_embeddings",
-    "sliding_window",
-    "use_sliding_window",
     "id2label",
 }
 _FULL = "full_attention"  # of a layer that attends to everything before it
@@ -81,35 +104,42 @@ def read_config(path: str | Path, made_by: str = AUTO) -> ModelConfig:
         )
     raw = read_json(file)
     try:
-        architecture = architecture_in(raw)
+        return _config_in(raw, made_by)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
-    family = FAMILIES.get(family_of(architecture))
-    problem = _malformed(raw) if family else _oversized_anywhere(raw)
-    if problem:
-        raise ValueError(f"{file}: {problem}")
+
+
+def _config_in(raw: dict, made_by: str) -> ModelConfig:
+    """Read the values of a config.json. Errors: read_config's, which name no file."""
+    architecture = architecture_in(raw)
+    name = family_of(architecture)
+    family = FAMILIES.get(name)
+    _refuse(_malformed(raw) if family else oversized(raw))
     is_ours = is_native(raw, architecture)
     if made_by == "native" and not is_ours:
         raise ValueError(
-            f"{file}: our own modules do not compute {architecture}; model.implementation=auto"
+            f"our own modules do not compute {architecture}; model.implementation=auto"
         )
     if not is_ours or made_by == "transformers":
         from llamarl.models.transformers_config import transformers_config
 
-        return transformers_config(file, raw)
-    problem = _unknown(architecture)
-    if problem:
-        raise ValueError(f"{file}: {problem}")
-    family = FAMILIES[family_of(architecture)]
-    problem = _unsupported(raw, architecture, family) or unknown_fields(raw, family)
-    if architecture.endswith(SCORER):
-        problem = problem or _misnamed(raw)
-    if problem:
-        raise ValueError(f"{file}: {problem}")
+        return transformers_config(raw)
+    if family is None or architecture not in (name + CAUSAL, name + SCORER):
+        known = [name + CAUSAL for name in FAMILIES]
+        raise ValueError(
+            f"architecture {architecture} is not supported; supported: {', '.join(known)}, and "
+            f"{SCORER} of each. docs/models.md says how to add one"
+        )
+    _refuse(_unsupported(raw, architecture, family) or unknown_fields(raw, family))
     try:
         return _to_config(raw, architecture, family)
     except KeyError as error:
-        raise ValueError(f"{file}: missing field {error.args[0]}") from error
+        raise ValueError(f"missing field {error.args[0]}") from error
+
+
+def _refuse(problem: str | None) -> None:
+    if problem:
+        raise ValueError(problem)
 
 
 def _to_config(raw: dict, architecture: str, family: Family) -> ModelConfig:
@@ -127,6 +157,11 @@ def _to_config(raw: dict, architecture: str, family: Family) -> ModelConfig:
     labels: tuple[str, ...] = ()
     if architecture.endswith(SCORER):
         named = raw.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}  # transformers' default
+        if not isinstance(named, dict) or named.keys() != {str(i) for i in range(len(named))}:
+            raise ValueError(
+                f"id2label={named!r}: need an object with a name under each of 0, 1, ...; fetch it "
+                "again"
+            )
         labels = tuple(str(named[str(i)]) for i in range(len(named)))
     return ModelConfig(
         architecture=architecture,
@@ -172,18 +207,6 @@ def as_scorer(config: ModelConfig) -> ModelConfig:
         architecture=family_of(config.architecture) + SCORER,
         tie_word_embeddings=False,
         labels=(LABEL,),
-    )
-
-
-def _unknown(architecture: str) -> str | None:
-    """Say that there is no such family, or that the family has no such head; None if there is."""
-    name = family_of(architecture)
-    if name in FAMILIES and architecture in (name + CAUSAL, name + SCORER):
-        return None
-    known = [name + CAUSAL for name in FAMILIES]
-    return (
-        f"architecture {architecture} is not supported; supported: {', '.join(known)}, and "
-        f"{SCORER} of each. docs/models.md says how to add one"
     )
 
 
@@ -233,26 +256,14 @@ def unknown_fields(raw: dict, family: Family) -> str | None:
 
 def _malformed(raw: dict) -> str | None:
     """Name the field that has the wrong type or an impossible value; None without one."""
-    problem = _miscounted(raw) or oversized(raw)
-    if problem:
-        return problem
-    for key, least in _NUMBERS.items():
-        number = raw.get(key)
-        if number is not None and not _is_number(number, least):
-            return f"{key}={number!r}: need a finite number of at least {least:g}; fetch it again"
-    for key in ("tie_word_embeddings", "use_sliding_window"):
-        if not isinstance(raw.get(key), bool | None):
-            return f"{key}={raw[key]!r}: need true or false; fetch it again"
-    window = raw.get("sliding_window")
-    if not (window is None or _is_number(window, 0)):
-        return f"sliding_window={window!r}: need a whole number of tokens, or null"
+    for key, (is_right, need) in _NEEDS.items():
+        value = raw.get(key)
+        if value is not None and not is_right(value):
+            return f"{key}={value!r}: need {need}; fetch it again"
+    problem = oversized(raw)
     for key in ("rope_parameters", "rope_scaling"):
-        if not isinstance(raw.get(key) or {}, dict):
-            return f"{key}={raw[key]!r}: need an object with rope_type, or null"
-        problem = _malformed_rope(raw.get(key) or {}, key)
-        if problem:
-            return problem
-    return None
+        problem = problem or _malformed_rope(raw.get(key) or {}, key)
+    return problem
 
 
 def _malformed_rope(rope: dict, name: str) -> str | None:
@@ -261,7 +272,7 @@ def _malformed_rope(rope: dict, name: str) -> str | None:
         if isinstance(value, dict):
             return f"{name}.{key}: rotary positions that differ by layer are not supported"
     theta = rope.get("rope_theta")
-    if not (theta is None or _is_number(theta, _NUMBERS["rope_theta"])):
+    if not (theta is None or _is_base(theta)):
         return f"{name}.rope_theta={theta!r}: need a finite number of at least 1"
     fraction = rope.get("partial_rotary_factor")
     if fraction not in (None, 1):
@@ -283,50 +294,16 @@ def check_sizes(config: ModelConfig) -> None:
         )
 
 
-def _miscounted(raw: dict) -> str | None:
-    """Name the count that is no whole number above 0; None without one."""
-    for key in _COUNTS:
-        count = raw.get(key)
-        if count is not None and not (type(count) is int and count > 0):
-            return f"{key}={count!r}: need a whole number of at least 1; fetch it again"
-    return None
-
-
 def oversized(raw: dict) -> str | None:
-    """Name the field of a config.json that is larger than in any model; None without one."""
-    for key, most in _MOST.items():
-        count = raw.get(key)
-        if isinstance(count, int) and count > most:
-            return f"{key}={count}: need at most {most:,}; fetch it again"
-    return None
-
-
-def _oversized_anywhere(raw: dict) -> str | None:
-    """Name the field that is larger than in any model, of the whole or of one of its parts; None
-    without one.
+    """Name the field of a config.json, or of one of its parts, that is larger than in any model;
+    None without one.
     """
-    for part in (raw, *(part for part in raw.values() if isinstance(part, dict))):
-        problem = oversized(part)
-        if problem:
-            return problem
+    for part in (raw, *(value for value in raw.values() if isinstance(value, dict))):
+        for key, most in _MOST.items():
+            count = part.get(key)
+            if isinstance(count, int) and count > most:
+                return f"{key}={count}: need at most {most:,}; fetch it again"
     return None
-
-
-def _is_number(value: object, least: float) -> bool:
-    """Whether a value is a finite number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return math.isfinite(value) and value >= least
-
-
-def _misnamed(raw: dict) -> str | None:
-    """Say that a scorer's labels are not names by their numbers; None if they are, or if it names
-    none.
-    """
-    named = raw.get("id2label") or {}
-    if isinstance(named, dict) and named.keys() == {str(i) for i in range(len(named))}:
-        return None
-    return f"id2label={named!r}: need an object with a name under each of 0, 1, ...; fetch it again"
 
 
 # Several fields of a config.json may hold one value, and absent fields have defaults. Trainer and

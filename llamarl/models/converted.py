@@ -31,9 +31,8 @@ from transformers.core_model_loading import (
 )
 
 from llamarl.models.directory import SafetensorsDir, refuse_unfit
-from llamarl.models.hf import MADE_ANEW, stored_shapes
-from llamarl.models.shape import HEADS, ModelConfig
-from llamarl.models.sharding import Shape
+from llamarl.models.shape import HEADS, MADE_ANEW, ModelConfig
+from llamarl.models.sharding import Shape, stored_shapes
 from llamarl.models.transformers_config import whole_model
 
 _ALL = slice(None)

@@ -29,8 +29,8 @@ from llamarl.models.directory import (
     refuse_unfit,
 )
 from llamarl.models.fsdp import fill
-from llamarl.models.shape import HEADS
-from llamarl.models.sharding import Shape, parameter_shapes
+from llamarl.models.shape import HEADS, MADE_ANEW
+from llamarl.models.sharding import Shape, parameter_shapes, stored_shapes
 
 if TYPE_CHECKING:
     from llamarl.models.converted import ConvertedWeights, StoredForm
@@ -65,15 +65,6 @@ _NAMES = (  # decoder name -> Hugging Face name
 )
 _SEAT = "transformers."  # where a decoder has transformers' model, which has its own names
 _ROWS = 4096  # of a head that are compared at once
-# Ends of names: what older files keep of rotary tables, places and causal masks.
-MADE_ANEW = (
-    "rotary_emb.inv_freq",
-    "position_ids",
-    ".attn.bias",
-    ".attn.masked_bias",
-    ".attention.bias",
-    ".attention.masked_bias",
-)
 _LAYER = re.compile(r"(?<=layers\.)\d+")
 _COPIED = (
     "config.json",
@@ -112,11 +103,6 @@ def named_parameters_hf(decoder: nn.Module) -> Iterator[tuple[str, nn.Parameter]
     """
     for name, parameter in decoder.named_parameters():
         yield hf_name(name.replace("_checkpoint_wrapped_module.", "")), parameter
-
-
-def stored_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Return the shape of every tensor of a directory, by its name there."""
-    return parameter_shapes(config) | dict(config.buffers + config.carried)
 
 
 def check_weights(

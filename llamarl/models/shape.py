@@ -12,6 +12,15 @@ AUTO = "auto"  # our own modules where they can, else transformers'
 IMPLEMENTATIONS = (AUTO, "native", "transformers")
 SCORER = "ForSequenceClassification"  # its head gives num_labels scores in place of logits
 HEADS = ("lm_head.weight", "embed_out.weight")  # ends of a language model's head's names
+# Ends of names: what older files keep of rotary tables, places and causal masks.
+MADE_ANEW = (
+    "rotary_emb.inv_freq",
+    "position_ids",
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".attention.bias",
+    ".attention.masked_bias",
+)
 LABEL = "LABEL_0"  # of one score, as transformers calls it
 # Fields that change no layer of an evaluated model: provenance, training, defaults of sampling.
 HARMLESS = re.compile(
@@ -60,12 +69,13 @@ class ModelConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: dict | None
     max_position_embeddings: int
     tie_word_embeddings: bool  # False in a scorer, which has no logits
-    attention_bias: bool
+    # Of our own layers alone.
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 1e4
+    rope_scaling: dict | None = None
+    attention_bias: bool = False
     labels: tuple[str, ...] = ()  # of a sequence-classification model's scores
     lora: Lora | None = None  # adapters beside its projections, which are then frozen
     # Of a decoder that transformers computes: config.json without what changes no layer, the shape

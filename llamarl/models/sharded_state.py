@@ -169,19 +169,19 @@ def load_shards(
     holds the box `theirs`, has of the shard. boxes: the key under which parts say their boxes.
     ValueError with the remedy if a part is of other shapes.
     """
-    held = [{name: box_from(box) for name, box in part.get(boxes, {}).items()} for part in parts]
-    for name, theirs in chain.from_iterable(of_part.items() for of_part in held):
+    for name, saved in chain.from_iterable(part.get(boxes, {}).items() for part in parts):
         shape = shapes.get(name)
-        if shape is None or not theirs.fits(shape):
+        if shape is None or not box_from(saved).fits(shape):
             raise ValueError(
                 f"the checkpoint's {name} does not fit this run's model, where its shape is "
                 f"{shape}: {remedy}"
             )
     missing = {shard.name: shard.box.numel for shard in shards}
-    for part, of_part in zip(parts, held):
+    for part in parts:
+        held = part.get(boxes, {})
         for shard in shards:
-            if shard.name in of_part:
-                theirs = of_part[shard.name]
+            if shard.name in held:
+                theirs = box_from(held[shard.name])
                 take(shard, part, theirs)
                 missing[shard.name] -= overlap(shard.box, theirs).numel
     return {name: count for name, count in missing.items() if count}

@@ -276,6 +276,11 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
+def stored_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Return the shape of every tensor of a directory, by its name there."""
+    return parameter_shapes(config) | dict(config.buffers + config.carried)
+
+
 def _layer_of(name: str) -> int:
     """Return the layer that a parameter of transformers' belongs to; -1: to none."""
     found = _IN_LAYER.search(name)

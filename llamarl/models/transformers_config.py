@@ -8,10 +8,9 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -139,15 +138,12 @@ def _leave_out_other_parts(made: Any) -> None:
 # --- config.json ---
 
 
-def transformers_config(file: Path, raw: dict) -> ModelConfig:
-    """Return the config of a decoder that transformers computes. ValueError naming the file for one
-    that transformers does not know, or that cannot be computed here.
+def transformers_config(raw: dict) -> ModelConfig:
+    """Return the config of a decoder that transformers computes. ValueError for one that
+    transformers does not know, or that cannot be computed here.
     """
     kept = {key: value for key, value in raw.items() if not _is_noise(key)}
-    try:
-        return _config_of(json.dumps(kept, sort_keys=True))
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
+    return _config_of(json.dumps(kept, sort_keys=True))
 
 
 def _is_noise(key: str) -> bool:
@@ -197,10 +193,9 @@ def _config_of(fields: str) -> ModelConfig:
         named = model.config.id2label
         labels = tuple(str(named[i]) for i in range(len(named)))
     heads = text.num_attention_heads
-    shapes = {}
-    for name, parameter in model.named_parameters():
-        shapes[name] = tuple(parameter.shape)
-    buffers = tuple((name, tuple(b.shape)) for name, b in stored_buffers(model))
+    parameters = dict(model.named_parameters())
+    buffers = dict(stored_buffers(model))
+    carried = [item for item in stored.items() if item[0] not in {**parameters, **buffers}]
     in_layers = set(layers_of(model).modules())
     linears = []
     for name, module in model.named_modules():
@@ -212,14 +207,10 @@ def _config_of(fields: str) -> ModelConfig:
         architecture=architecture,
         implementation="transformers",
         fields=fields,
-        shapes=tuple(shapes.items()),
+        shapes=_shapes(parameters.items()),
         linears=tuple(linears),
-        buffers=buffers,
-        carried=tuple(
-            (name, tuple(tensor.shape))
-            for name, tensor in stored.items()
-            if name not in {*shapes, *dict(buffers)}
-        ),
+        buffers=_shapes(buffers.items()),
+        carried=_shapes(carried),
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
         intermediate_size=_units(text),
@@ -227,16 +218,16 @@ def _config_of(fields: str) -> ModelConfig:
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=1e-6,
-        rope_theta=1e4,
-        rope_scaling=None,
         max_position_embeddings=places,
         tie_word_embeddings=is_tied,
         labels=labels,
-        attention_bias=False,
         is_read_alone=_carries_state(model, text),
         **_plan_of(model, in_layers, math.gcd(heads, kv_heads), head_dim),
     )
+
+
+def _shapes(named: Iterable[tuple[str, Tensor]]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return tuple((name, tuple(tensor.shape)) for name, tensor in named)
 
 
 def transformers_scorer(config: ModelConfig) -> ModelConfig:

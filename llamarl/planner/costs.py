@@ -25,7 +25,12 @@ from statistics import NormalDist
 
 from llamarl.memory import ITEMSIZES, WIDE, numbers_of_token
 from llamarl.models.config import ModelConfig
-from llamarl.models.sharding import is_quantized, parameter_shapes, tensor_parallel_box
+from llamarl.models.sharding import (
+    is_quantized,
+    num_parameters,
+    parameter_shapes,
+    tensor_parallel_box,
+)
 from llamarl.planner.profile import MeasuredTimes, Profile
 
 QUANTIZED = {"fp8": "float8", "int8": "int8"}  # generator.quantize -> the dtype of its products
@@ -271,7 +276,7 @@ class Costs:
     @cached_property
     def num_numbers(self) -> int:
         """The numbers of all parameters."""
-        return sum(math.prod(shape) for shape in parameter_shapes(self.model).values())
+        return num_parameters(self.model)
 
     @cached_property
     def multiplied(self) -> int:
