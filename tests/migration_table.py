@@ -23,6 +23,10 @@ prompts, over all trainer ranks. A step here is a batch of sampled prompts, of w
 Ratios always use the logprobs of the generator that sampled, so there is no separate correction for
 vLLM's."""
 
+SERVICES = (
+    "`metrics.wandb=true` `metrics.tensorboard=true` `metrics.trackio=true` `metrics.mlflow=true`"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -142,8 +146,9 @@ TRL = (
     Setting("save_steps, save_total_limit", "`checkpoint.every` `checkpoint.keep`"),
     Setting("eval_steps", "`eval.every`"),
     Setting("logging_steps", "none", "every step is a row of RUN_DIR/metrics.jsonl"),
-    Setting("report_to", "`metrics.wandb=true` `metrics.tensorboard=true`"),
-    Setting("output_dir, run_name", "`run_dir`", "W&B makes up a name for the run"),
+    Setting("report_to", SERVICES),
+    Setting("output_dir", "`run_dir`"),
+    Setting("run_name, trackio_space_id", "`metrics.run_name`", "for a Space set TRACKIO_SPACE_ID"),
     Setting("log_completions", "`metrics.samples` `metrics.show_every`", "and in the report"),
     Setting(
         "push_to_hub, hub_model_id", "none", "checkpoints/step_N/hf is a Hugging Face directory"
@@ -269,12 +274,8 @@ VERL = (
     Setting("n_gpus_per_node, nnodes", "none", "torchrun's --nproc-per-node and --nnodes"),
     Setting("total_epochs", "`num_epochs`", "in place of `max_steps`"),
     Setting("save_freq, test_freq", "`checkpoint.every` `eval.every`"),
-    Setting("logger", "`metrics.wandb=true` `metrics.tensorboard=true`"),
-    Setting(
-        "project_name, experiment_name",
-        "`run_dir`",
-        "the project in W&B is always llamarl",
-    ),
+    Setting("logger", SERVICES),
+    Setting("project_name, experiment_name", "`metrics.project` `metrics.run_name`"),
     Setting("critic_warmup", "none", "a critic of its own: `trainer.critic.path`"),
     Setting("resume_mode", "`resume=auto` `run_dir`"),
 )

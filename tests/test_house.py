@@ -13,6 +13,7 @@ import tomllib
 from configparser import ConfigParser
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import pytest
@@ -440,7 +441,8 @@ def test_what_pickles_is_banned_everywhere_but_in_tests_and_benchmarks():
 def test_commands_of_guides_and_pages_are_accepted(users_folder, monkeypatch):
     # These need not be installed.
     monkeypatch.setattr("llamarl.inference.vllm_engine.vllm_problem", lambda: None)
-    monkeypatch.setattr("llamarl.config.sections.run.find_spec", lambda name: name)
+    installed = SimpleNamespace(origin="somewhere")
+    monkeypatch.setattr("llamarl.config.sections.run.find_spec", lambda name: installed)
     found = hydra_commands()
     assert len(found) > 20 and (2, []) in found
     pages = [f"docs/{name}.md" for name in ("algorithms", "models", "papers")]
@@ -561,6 +563,9 @@ def test_readme_extras_and_markers_are_in_setup_cfg():
     setup.read(ROOT / "setup.cfg")
     extras = set(re.findall(r"\.\[(\w+)\]", README))
     assert "dev" in extras and extras <= set(setup["options.extras_require"])
+    table = text_of(ROOT / "docs" / "quickstart.md").partition("| extra |")[2].partition("\n\n")[0]
+    cells = "".join(line.split("|")[1] for line in table.splitlines()[2:])
+    assert sorted(SPAN.findall(cells)) == sorted(setup["options.extras_require"])
     markers = {
         words[words.index("-m") + 1]
         for words in commands()

@@ -68,9 +68,8 @@ class RunFiles:
         sinks = build_sinks(
             self.directory.path,
             max_steps=self.config.max_steps,
+            metrics=m,
             free_running=self._placement.sync_period if self.config.max_lag is None else None,
-            tensorboard=m.tensorboard,
-            wandb=m.wandb,
             config=to_values(self.config),
             samples=samples,
             show_every=m.show_every if m.samples else 0,

@@ -177,13 +177,11 @@ class SupervisedJob:
             raise SystemExit(TARGET_MISSED)
 
     def _make_writer(self) -> RowWriter:
-        m = self.config.metrics
         sinks = build_sinks(
             self.directory.path,
             max_steps=self.max_steps,
+            metrics=self.config.metrics,
             columns=SUPERVISED_COLUMNS,
-            tensorboard=m.tensorboard,
-            wandb=m.wandb,
             config=to_values(self.config),
         )
         self._writer = RowWriter(

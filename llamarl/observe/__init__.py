@@ -7,7 +7,8 @@ from llamarl.observe.columns import is_timing
 from llamarl.observe.console import Console
 from llamarl.observe.metrics import Metrics
 from llamarl.observe.rows import RowWriter
-from llamarl.observe.sinks import Jsonl, Sink, build_sinks
+from llamarl.observe.services import build_sinks
+from llamarl.observe.sinks import Jsonl, Sink
 from llamarl.observe.trace import Trace
 
 __all__ = [

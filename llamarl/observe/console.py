@@ -20,7 +20,7 @@ from llamarl.observe.rates import (
     sets_of,
     step_of,
 )
-from llamarl.observe.samples import SampleFile, sample_lines
+from llamarl.observe.samples import SampleFile, SampleRhythm, sample_lines
 from llamarl.words.choices import OWN, column_of
 
 if TYPE_CHECKING:
@@ -66,9 +66,7 @@ class Console:
         self.max_steps = max_steps
         self._columns = tuple(columns)
         self.stream = stream or sys.stdout
-        self._samples = samples
-        self._show_every = show_every
-        self._shown_step = -1  # of the newest sample that was shown
+        self._samples = SampleRhythm(samples, show_every)
         self._num_lines = 0
         self._time_left = TimeLeft()
         self._bar: Bar | None = None
@@ -93,14 +91,8 @@ class Console:
 
     def _sample_lines(self, row: Row) -> list[str]:
         """Return lines about the newest sample, if it is time to show one."""
-        is_due = self._show_every > 0 and step_of(row) % self._show_every == 0
-        if self._samples is None or not is_due:
-            return []
-        newest = self._samples.newest
-        if newest is None or newest["step"] == self._shown_step:
-            return []
-        self._shown_step = newest["step"]
-        return sample_lines(newest)
+        newest = self._samples.due(step_of(row))
+        return [] if newest is None else sample_lines(newest)
 
     def _move_bar(self, row: Row) -> None:
         """On a terminal: show under the table how far the run is."""

@@ -176,7 +176,46 @@ def _not_a_sample(file: Path, number: int) -> str:
     return f"{file}:{number}: not a sample; repair or delete this line"
 
 
-# --- For the console ---
+# --- For the console and services ---
+
+
+class SampleRhythm:
+    """Says which sample is shown with a row: every so many steps the newest, and each once.
+
+    every: 0 shows none.
+    """
+
+    def __init__(self, samples: SampleFile | None, every: int):
+        self._samples = samples
+        self._every = every
+        self._shown_step: int | None = None
+
+    def due(self, step: int) -> Shown | None:
+        """Return the sample to show with the row of a step, if there is one."""
+        if self._samples is None or self._every == 0 or step % self._every != 0:
+            return None
+        newest = self._samples.newest
+        if newest is None or newest["step"] == self._shown_step:
+            return None
+        self._shown_step = newest["step"]
+        return newest
+
+
+def table_of(sample: Shown) -> list[dict]:
+    """Return a sample as the rows of a table, one for each completion of its groups."""
+    rows = []
+    for group in sample["shown"]:
+        for completion in group["completions"]:
+            rows.append(
+                {
+                    "step": sample["step"],
+                    "prompt": group["prompt"],
+                    "completion": "".join(completion["text"]),
+                    "reward": completion["reward"],
+                }
+            )
+    return rows
+
 
 SHOWN_CHARACTERS = 160  # of a prompt and of a completion
 

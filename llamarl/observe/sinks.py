@@ -1,5 +1,5 @@
-"""Sinks: where rows go. JSONL always, TensorBoard and Weights & Biases by option. The console is in
-console.py.
+"""Sinks: where rows go. Here is the JSONL file; the console is in console.py, other programs'
+sinks are in services.py.
 """
 
 from __future__ import annotations
@@ -8,17 +8,13 @@ import errno
 import json
 import logging
 import os
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from llamarl.disk.files import set_aside
 from llamarl.disk.space import shown_free
 from llamarl.errors import MetricsError
-from llamarl.observe.console import RL_COLUMNS, Console
 from llamarl.observe.rates import Row, step_of
-from llamarl.observe.samples import SampleFile
 
 # The most that is held of rows that the disk refuses: some 32,000 rows of 2 KB.
 MOST_HELD_BYTES = 1 << 26
@@ -232,100 +228,3 @@ def read_rows(path: str | Path) -> list[Row]:
             )
         rows.append(row)
     return rows
-
-
-class TensorBoard:
-    """Writes scalars under RUN_DIR/tensorboard; a resumed run hides what an earlier one logged from
-    its first row on.
-    """
-
-    def __init__(self, run_dir: str | Path):
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ValueError(
-                "metrics.tensorboard=true needs TensorBoard: "
-                f"pip install 'llamarl[tensorboard]' ({error})"
-            ) from error
-        self._open = partial(SummaryWriter, str(Path(run_dir) / "tensorboard"))
-        self._writer: SummaryWriter | None = None
-
-    def write(self, row: Row) -> None:
-        """Log the row's numbers at its step."""
-        if self._writer is None:
-            self._writer = self._open(purge_step=row["step"])
-        for name, value in row.items():
-            if name != "step" and isinstance(value, int | float):
-                self._writer.add_scalar(name, value, row["step"])
-
-    def close(self) -> None:
-        """Write what is left, and close the file."""
-        if self._writer is not None:
-            self._writer.close()
-
-
-class WandB:
-    """Writes one Weights & Biases run a run directory: its id is kept in RUN_DIR/wandb_id, so that
-    a resumed run continues it.
-
-    W&B takes steps only upwards: rows that a resumed run repeats are ignored by it, with its own
-    warning.
-    """
-
-    def __init__(self, run_dir: str | Path, *, config: dict | None = None):
-        try:
-            import wandb
-        except ImportError as error:
-            raise ValueError(
-                f"metrics.wandb=true needs Weights & Biases: pip install 'llamarl[wandb]' ({error})"
-            ) from error
-        run_dir = Path(run_dir)
-        run_dir.mkdir(parents=True, exist_ok=True)
-        id_file = run_dir / "wandb_id"
-        run_id = id_file.read_text().strip() if id_file.exists() else None
-        self._run = wandb.init(
-            project="llamarl", dir=str(run_dir), config=config, id=run_id, resume="allow"
-        )
-        id_file.write_text(self._run.id)
-
-    def write(self, row: Row) -> None:
-        """Log the row at its step."""
-        values = {name: value for name, value in row.items() if isinstance(value, int | float)}
-        step = values.pop("step")
-        self._run.log(values, step=step)
-
-    def close(self) -> None:
-        """Finish the run at Weights & Biases."""
-        self._run.finish()
-
-
-def build_sinks(
-    run_dir: str | Path,
-    *,
-    max_steps: int | None,
-    columns: Sequence[str] = RL_COLUMNS,
-    free_running: int | None = None,
-    tensorboard: bool = False,
-    wandb: bool = False,
-    config: dict | None = None,
-    samples: SampleFile | None = None,
-    show_every: int = 0,
-) -> list[Sink]:
-    """Build the console and the sinks that were asked for; RowWriter adds the JSONL file.
-    ValueError names a package that is missing.
-
-    columns: those that the console shows. samples: of which it shows the newest every so many
-    steps. free_running: of a run without a bound on lag, its sync period.
-    """
-    # Here: a process that writes no row needs no numpy.
-    from llamarl.observe.alarms import LagWatch, LearningWatch, SignalWatch
-
-    console = Console(max_steps=max_steps, columns=columns, samples=samples, show_every=show_every)
-    sinks: list[Sink] = [console, SignalWatch(), LearningWatch()]
-    if free_running is not None:
-        sinks.append(LagWatch(free_running))
-    if tensorboard:
-        sinks.append(TensorBoard(run_dir))
-    if wandb:
-        sinks.append(WandB(run_dir, config=config))
-    return sinks

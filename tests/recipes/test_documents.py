@@ -14,7 +14,9 @@ from tests.launching import ForkedJob
 # user's own environments and checkpoints.
 LACKING = (
     "generator=vllm",
+    "metrics.mlflow=",
     "metrics.tensorboard=",
+    "metrics.trackio=",
     "metrics.wandb=",
     "model.template_options",
     "placement.sheet=",

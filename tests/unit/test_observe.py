@@ -6,7 +6,6 @@ import base64
 import html.parser
 import io
 import json
-import sys
 import types
 from collections import defaultdict
 
@@ -40,7 +39,7 @@ from llamarl.observe.rates import RateMeter, idle_shares
 from llamarl.observe.report import columns_of, facts, write_report
 from llamarl.observe.report import main as report_main
 from llamarl.observe.samples import SampleFile
-from llamarl.observe.sinks import Jsonl, TensorBoard, WandB, read_rows
+from llamarl.observe.sinks import Jsonl, read_rows
 from llamarl.observe.trace import merge
 from tests.build.console import Clock, Terminal, plain
 
@@ -551,52 +550,6 @@ def test_a_terminal_gets_an_aligned_table_within_80_columns():
     assert len(ends) == 1
 
 
-def test_tensorboard_gets_every_number_at_its_step_and_a_resume_replaces_later_ones(tmp_path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    for rows in (((1, 0.5), (2, 7.0), (3, 7.0)), ((2, 0.25),)):
-        sink = TensorBoard(tmp_path)
-        for step, loss in rows:
-            sink.write({"step": step, "loss/value": loss, "kl/ref": None})
-        sink.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert events.Tags()["scalars"] == ["loss/value"]
-    found = [(event.step, event.value) for event in events.Scalars("loss/value")]
-    assert found == [(1, 0.5), (2, 0.25)]
-
-
-@pytest.mark.parametrize(
-    "option, module", [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")]
-)
-def test_a_missing_package_is_named_with_its_pip_command(tmp_path, monkeypatch, option, module):
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ValueError, match=rf"pip install 'llamarl\[{option}\]'"):
-        build_sinks(tmp_path, max_steps=1, **{option: True})
-
-
-def test_a_resumed_run_continues_its_wandb_run(tmp_path, monkeypatch):
-    logged, ids = [], []
-    run = types.SimpleNamespace(
-        id="abc123",
-        log=lambda values, step: logged.append((step, values)),
-        finish=lambda: logged.append("finished"),
-    )
-
-    def init(*, id, **_):
-        ids.append(id)
-        return run
-
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    sink = WandB(tmp_path)
-    sink.write({"step": 3, "loss/value": 0.5, "kl/ref": None})
-    sink.close()
-    WandB(tmp_path)
-    assert logged == [(3, {"loss/value": 0.5}), "finished"]
-    assert ids == [None, "abc123"]
-
-
 # --- summary, trace, report ---
 
 
@@ -771,7 +724,8 @@ def test_a_few_odd_steps_hide_nothing_and_what_grows_old_as_it_should_is_not_war
 
 def test_only_a_run_without_a_bound_on_lag_has_its_lag_watched(tmp_path):
     for free_running, kinds in ((None, {LearningWatch}), (1, {LearningWatch, LagWatch})):
-        sinks = build_sinks(tmp_path, max_steps=1, free_running=free_running)
+        metrics = default_config().metrics
+        sinks = build_sinks(tmp_path, max_steps=1, metrics=metrics, free_running=free_running)
         assert {type(sink) for sink in sinks} & {LearningWatch, LagWatch} == kinds
 
 

@@ -20,6 +20,7 @@ from llamarl.words.fields import (
     Natural,
     Positive,
     Seed,
+    Text,
     Whole,
     marked,
     settings_dataclass,
@@ -201,6 +202,14 @@ class MetricsSettings:
     """Write metrics for TensorBoard too."""
     wandb: Flag
     """Send metrics to Weights & Biases too."""
+    trackio: Flag
+    """Send metrics to Trackio too, which keeps them on this machine."""
+    mlflow: Flag
+    """Write metrics for MLflow too: to RUN_DIR/mlruns, or to MLFLOW_TRACKING_URI."""
+    project: Text
+    """Project (of MLflow: experiment) of the run at wandb, trackio and mlflow."""
+    run_name: Text | None
+    """Name of the run there; null: that of the run's directory."""
     trace: Flag
     """Write a bounded Perfetto trace of what every rank did."""
 
@@ -215,13 +224,17 @@ class RunMetricsSettings(MetricsSettings):
     """
     show_every: Natural
     """Steps between two looks of the console at the best and the worst completion of such a
-    group; 0: never.
+    group, and between two tables of samples at wandb, trackio and mlflow; 0: never.
     """
 
 
 def find_metrics(metrics: MetricsSettings, found: Findings) -> None:
     """Find places for rows whose package is not installed: each is an extra of its own name."""
-    for name, is_wanted in (("tensorboard", metrics.tensorboard), ("wandb", metrics.wandb)):
-        if is_wanted and find_spec(name) is None:
+    for name in ("tensorboard", "wandb", "trackio", "mlflow"):
+        if not getattr(metrics, name):
+            continue
+        package = find_spec(name)
+        # A folder of that name here, such as the one that wandb makes, has no origin.
+        if package is None or package.origin is None:
             what = f"the package {name} is missing; pip install 'llamarl[{name}]'"
             found.add(what, f"metrics.{name}")
