@@ -74,6 +74,12 @@ class RunDirectoryError(ValueError):
     """The run's directory cannot be used in this way; the message says what to do."""
 
 
+class JobFailed(RuntimeError):
+    """A job that was started from Python has ended with an error; the message holds its last
+    lines.
+    """
+
+
 class BadInput(ValueError):
     """Something that the user gave cannot be used."""
 

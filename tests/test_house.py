@@ -93,7 +93,7 @@ def test_no_test_file_is_imported():
 ORDER = (
     "types errors words executor machine disk workers models memory tasks comm tickets learning "
     "inference ddma scoring environments config checkpoint observe planner ending controller "
-    "launch evaluation"
+    "launch evaluation run __main__"
 ).split()
 
 
@@ -154,11 +154,23 @@ def test_every_room_is_a_folder_but_those_that_many_know():
     rooms = {module.split(".")[1] for module in module_imports() if module != "llamarl"}
     assert rooms == set(ORDER)
     files = {file.stem for file in python_files("llamarl") if file.parent == ROOT / "llamarl"}
-    assert files == {"__init__", "types", "errors", "executor", "memory", "ending", "controller"}
+    assert files == {
+        "__init__",
+        "types",
+        "errors",
+        "executor",
+        "memory",
+        "ending",
+        "controller",
+        "run",
+        "__main__",
+    }
 
 
 LIGHT = (
     "llamarl",
+    "llamarl.__main__",
+    "llamarl.run",
     "llamarl.config.command_line",
     "llamarl.inference.schedule",
     "llamarl.tasks.rewards",

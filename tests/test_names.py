@@ -25,7 +25,7 @@ FOLDERS = "|".join((*CODE, "conf", "docs"))
 NOT_READ = ("tests/test_names.py",)
 # Names that no code of ours has, by whose they are.
 OTHERS = {
-    "systems and units": "LaTeX OpenMP KiB TMPDIR ps PyPI",
+    "systems and units": "LaTeX OpenMP KiB TMPDIR ps",
     "models and papers": "YaRN RoPE LoRA NeoX MiniLM DasGupta AlpacaEval",
     "lm-evaluation-harness": "EleutherAI lm_eval arc_challenge arc_easy truthfulqa_mc2 hellaswag "
     "acc_norm",

@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 from llamarl.comm.interface import listening_socket
 from llamarl.errors import BadNetwork, PeerDied, TimedOut, cause_of
+from llamarl.workers.ranks import STORE_FD
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +53,9 @@ def launcher_store(timeout_s: float) -> dist.Store | None:
     reached; BadNetwork if this process cannot listen for it, or if some of a launcher's variables
     are missing.
 
-    It is torchrun's own, which outlives restarted workers, else one that rank 0 hosts. None for a
-    process that no launcher started.
+    It is torchrun's own, which outlives restarted workers, else one that rank 0 hosts, on the
+    socket that `llamarl.workers.ranks` gives it if that is the launcher. None for a process that no
+    launcher started.
     """
     size = int(os.environ.get("WORLD_SIZE", 1))
     of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -87,7 +89,9 @@ def _connect(
     A store that this process hosts must not end between two of them.
     """
     listener: int | None = None
-    if hosts_it:
+    if STORE_FD in os.environ:
+        listener = int(os.environ.pop(STORE_FD))
+    elif hosts_it:
         found = listening_socket(host, port, is_one_host=is_one_host)
         if found is not None:
             listener = found.detach()  # the store closes it

@@ -1,5 +1,6 @@
 """From a command line to a checked configuration. Importing it imports no torch."""
 
-from llamarl.config.command_line import Config, main
+from llamarl.config.recipe import main
+from llamarl.config.schema import Config
 
 __all__ = ["Config", "main"]

@@ -1,8 +1,4 @@
-"""The configuration of a run from its command line, and `main`, which runs a recipe with it.
-Imports no torch.
-
-    @main
-    def run(config: Config) -> None: ...
+"""The configuration of a run from the words of its command line. Imports no torch.
 
 Values live in conf/ (Hydra groups). Types, ranges and what cannot work together are in
 llamarl/config/sections/. Everything wrong with a command line is found
@@ -17,11 +13,8 @@ Classes elsewhere take plain values; only recipes and the controller see a Confi
 
 from __future__ import annotations
 
-import faulthandler
 import functools
 import itertools
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,21 +41,15 @@ from llamarl.config.files import (
     TASK_PARTS,
     sections,
 )
-from llamarl.config.keys import key_lines
 from llamarl.config.placement import idle_ranks
 from llamarl.config.rules import check
 from llamarl.config.schema import Config
-from llamarl.words.findings import ConfigError, Problem, did_you_mean, keys_of, show
+from llamarl.config.values import words_of
+from llamarl.words.findings import ConfigError, Problem, did_you_mean, keys_of
 
-STDERR = 2  # the file, whatever sys.stderr is by then
 # Keys that conf/config.yaml leaves to the model and the task, whose own files may lack them.
 OF_CHOICES = ("groups_per_step", "lr", "max_new_tokens")
-OWN_VALUES = (
-    "write your values to FOLDER/experiment/NAME.yaml, under a first line "
-    '"# @package _global_", and start with --config-dir FOLDER +experiment=NAME'
-)
-# Flags that name a file in other programs -> what to do here.
-OF_OTHER_PROGRAMS = {"--config-file": OWN_VALUES}
+OWN_VALUES = "write your values, key: value, to a file, and start with --config FILE"
 BY_PATH = "model=hf"  # what a directory in model.path chooses, unless it holds the tiny model
 
 
@@ -130,7 +117,7 @@ def check_command_line(
     config_name: a file of the user's own in place of the kind's.
     """
     ranks = (world_size, local_world_size)
-    return _read(overrides, kind, config_name, config_dir, multirun, ranks)[0]
+    return read_all(overrides, kind, config_name, config_dir, multirun, ranks)[0]
 
 
 @overload
@@ -150,11 +137,18 @@ def compose_config(
     job, in the kind's schema. ConfigError as above. config_dir: files of the user's own beside
     those of conf/.
     """
-    _, (config,) = _read(overrides, kind, config_dir=config_dir)
+    _, (config,) = read_all(overrides, kind, config_dir=config_dir)
     return config
 
 
-def _read(
+def words_from(
+    values: Mapping[str, object], kind: JobKind = RL, config_dir: str | None = None
+) -> list[str]:
+    """Return nested or dotted values as words of a command line. ConfigError as `words_of`."""
+    return words_of(values, kind.schema, groups_of(kind, config_dir))
+
+
+def read_all(
     overrides: list[str],
     kind: JobKind[Schema],
     config_name: str | None = None,
@@ -165,7 +159,7 @@ def _read(
     """Return the overrides as Hydra wants them, and the config of each point of a sweep."""
     from hydra import initialize_config_dir
 
-    words, problems = _read_words(overrides, kind, config_dir, multirun)
+    words, problems = read_words(overrides, kind, config_dir, multirun)
     search = []
     if config_dir:
         search.append(f"hydra.searchpath=[file://{Path(config_dir).resolve()}]")
@@ -191,11 +185,11 @@ def _read(
     return accepted + [BY_PATH] * (True in by_path), configs
 
 
-def _read_words(
+def read_words(
     overrides: list[str], kind: JobKind, config_dir: str | None, multirun: bool
 ) -> tuple[list[_Override], list[Problem]]:
     """Return the words of a command line as Hydra wants them, and what is wrong with one alone."""
-    groups = _groups(kind, config_dir)
+    groups = groups_of(kind, config_dir)
     words: list[_Override] = []
     problems: list[Problem] = []
     for text in overrides:
@@ -205,6 +199,7 @@ def _read_words(
         else:
             words.append(word)
     lengths = [word for word in words if word.key in ("max_steps", "num_epochs")]
+    lengths = [word for word in lengths if not word.text.endswith("=null")]
     if len({word.key for word in lengths}) > 1:
         what = "num_epochs says how many steps there are, so max_steps has no use; give one of both"
         shown = " ".join(word.text for word in lengths)
@@ -212,7 +207,7 @@ def _read_words(
     return words, problems
 
 
-def _groups(kind: JobKind, config_dir: str | None) -> dict[str, set[str]]:
+def groups_of(kind: JobKind, config_dir: str | None) -> dict[str, set[str]]:
     """Return the files to choose from, by section."""
     dirs = [CONF_DIR]
     if config_dir:
@@ -224,19 +219,6 @@ def _groups(kind: JobKind, config_dir: str | None) -> dict[str, set[str]]:
     for section, folder in kind.groups.items():
         groups[section] = {file.stem for file in (CONF_DIR / folder).glob("*.yaml")}
     return groups
-
-
-def _help(kind: JobKind, config_dir: str | None) -> str:
-    """Return what --help prints: the files to choose from, and all keys."""
-    lines = [
-        f"python {sys.argv[0]} KEY=VALUE ...",
-        "--cfg job prints the values, --multirun KEY=A,B runs each, --hydra-help lists more flags",
-        "",
-        "Files to choose from, SECTION=NAME:",
-    ]
-    for section, names in sorted(_groups(kind, config_dir).items()):
-        lines.append(f"{section}: {', '.join(sorted(names))}")
-    return "\n".join([*lines, "", "Keys:", *key_lines(kind.schema, default_values(kind))])
 
 
 def default_config(kind: JobKind = RL, overrides: Sequence[str] = ()) -> Config:
@@ -423,126 +405,3 @@ def _compose(
             return _Composed(config, problems, by_path)
         problems += [problem for problem in found if wrong.isdisjoint(problem.keys)]
     return _Composed(None, problems, by_path)
-
-
-@overload
-def main(recipe: Callable[[Config], None]) -> Callable[[], None]: ...
-
-
-@overload
-def main(recipe: Callable[[Schema], None], kind: JobKind[Schema]) -> Callable[[], None]: ...
-
-
-def main(recipe: Callable, kind: JobKind = RL) -> Callable[[], None]:
-    """Decorator: run a recipe with the checked config of its command line, under Hydra (--cfg
-    job, --multirun).
-
-    A bad command line ends the process with exit code 2, on every rank, with one message, before
-    anything is started. The recipe's own imports, if it makes them inside, come after that.
-    """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    leader = os.environ.get("RANK", "0") == "0"
-
-    def job(config) -> None:
-        idle = kind.idle_ranks(config, world_size)
-        if leader and idle:
-            warning = f"ranks {show(idle)} host nothing; see placement, or start fewer"
-            print(f"warning: {warning}", file=sys.stderr)
-        recipe(config)
-
-    @functools.wraps(recipe)
-    def hydra_job(composed: DictConfig) -> None:
-        from hydra.core.hydra_config import HydraConfig
-        from hydra.types import RunMode
-
-        hydra = HydraConfig.get()
-        if hydra.mode == RunMode.MULTIRUN and composed.get("run_dir", "") is None:
-            # The runs of a sweep lie side by side, so that recipes/compare.py finds them.
-            composed.run_dir = hydra.runtime.output_dir
-        job(kind.read(composed))  # `run` has checked it
-
-    @functools.wraps(recipe)
-    def run() -> None:
-        # What kills a rank in native code is said with the Python line of each of its threads.
-        faulthandler.enable(STDERR)
-        import hydra
-        from hydra._internal.utils import get_args_parser
-
-        flags = _problems_of_flags(sys.argv[1:], kind.schema)
-        if flags:
-            if leader:
-                print(ConfigError(flags), file=sys.stderr)
-            sys.exit(2)
-        args = get_args_parser().parse_args()
-        unread = [Problem(word, "write key=value") for word in args.overrides if "=" not in word]
-        if args.help and unread:
-            if leader:
-                print(ConfigError(unread), file=sys.stderr)
-            sys.exit(2)
-        if args.help:
-            if leader:
-                print(_help(kind, args.config_dir))
-            return None
-        if not (args.hydra_help or args.shell_completion or args.info):
-            try:
-                accepted, configs = _read(
-                    args.overrides,
-                    kind,
-                    config_name=args.config_name,
-                    config_dir=args.config_dir,
-                    multirun=args.multirun,
-                    ranks=(world_size, local_world_size),
-                )
-            except ConfigError as error:
-                if leader:
-                    print(error, file=sys.stderr)
-                words, wrong = _read_words(args.overrides, kind, args.config_dir, args.multirun)
-                if not args.cfg or wrong:
-                    sys.exit(2)
-                # --cfg shows values, such as a paper's, without the files that a run needs.
-                accepted, configs = [word.text for word in words], []
-            if _asks_for_values_alone(sys.argv[1:]):
-                return job(configs[0])
-            sys.argv = _rewritten(sys.argv, args.overrides, accepted)
-        hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=kind.file)(
-            hydra_job
-        )()
-
-    return run
-
-
-def _problems_of_flags(words: list[str], schema: type) -> list[Problem]:
-    """Return a problem for each flag that is a key ("--lr 3"), or that other programs have."""
-    found = []
-    for word, following in zip(words, [*words[1:], ""]):
-        flag, _, value = word.partition("=")
-        key = flag.removeprefix("--").replace("-", "_")
-        if flag in OF_OTHER_PROGRAMS:
-            found.append(Problem(word, OF_OTHER_PROGRAMS[flag]))
-        elif key != flag and key in known_keys(schema):
-            is_value = not following.startswith("-") and "=" not in following
-            value = value or (following if is_value else "")
-            found.append(Problem(word, f"write {key}={value or 'VALUE'}"))
-    return found
-
-
-def _rewritten(argv: list[str], given: list[str], accepted: list[str]) -> list[str]:
-    """Return a command line whose words are as Hydra wants them. Further words stand directly
-    behind the last given one: argparse takes no words behind a flag if there were some before it.
-    """
-    as_accepted = dict(zip(given, accepted))
-    words = [as_accepted.get(word, word) for word in argv]
-    last = max((place for place, word in enumerate(argv) if word in as_accepted), default=0)
-    return [*words[: last + 1], *accepted[len(given) :], *words[last + 1 :]]
-
-
-def _asks_for_values_alone(words: list[str]) -> bool:
-    """Whether a command line sets each of some keys once, and has no flag and no setting of
-    Hydra's: then the config that was checked is the job's, and Hydra, which would compose it twice
-    more, has nothing else to do.
-    """
-    keys = [word.partition("=")[0].lstrip("+") for word in words]
-    is_plain = all("=" in word and not word.startswith(("-", "~")) for word in words)
-    is_hydras = any(key.startswith(("hydra.", "hydra/")) for key in keys)
-    return is_plain and not is_hydras and len(set(keys)) == len(keys)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 from typing import Literal
 
-from llamarl.config.command_line import JobKind, main, sampling_job
+from llamarl.config.command_line import JobKind, sampling_job
 from llamarl.config.conversion import known_keys, to_values
+from llamarl.config.recipe import main
 from llamarl.config.rules import check_sampling
 from llamarl.config.schema import Config
 from llamarl.config.sections.reward import AnyRewardSettings, parts_of

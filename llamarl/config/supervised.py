@@ -14,8 +14,9 @@ from typing import Annotated, ClassVar, Literal
 
 from omegaconf import OmegaConf
 
-from llamarl.config.command_line import JobKind, main, sampling_job
+from llamarl.config.command_line import JobKind, sampling_job
 from llamarl.config.conversion import known_keys, to_values
+from llamarl.config.recipe import main
 from llamarl.config.rules import check_sampling
 from llamarl.config.schema import Config
 from llamarl.config.sections.run import (

@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1  # of a checkpoint's manifest and of a run's config.yaml
 LOCK = "lock"
+RUNS = Path("runs")  # where new run directories are made
 _LOOK_S = 0.2
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # of a file system without them
@@ -87,6 +88,20 @@ def set_aside(file: Path) -> None:
     if file.exists():
         names = (file.with_suffix(f".{n}{file.suffix}") for n in itertools.count(1))
         os.replace(file, next(name for name in names if not name.exists()))
+
+
+def new_directory(folder: Path) -> Path:
+    """Make the first of FOLDER/TIME, FOLDER/TIME-2, FOLDER/TIME-3, ... that does not exist, so that
+    jobs which begin in the same second get one each.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    first = folder.absolute() / time.strftime("%Y%m%d-%H%M%S")
+    names = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
+    for path in itertools.chain([first], names):
+        with contextlib.suppress(FileExistsError):
+            path.mkdir()
+            return path
+    raise AssertionError("there are always more names")
 
 
 class DirectoryLock:

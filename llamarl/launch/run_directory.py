@@ -26,11 +26,9 @@ In the launcher's own store, which outlives restarted workers and belongs to thi
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import socket
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -46,7 +44,7 @@ from llamarl.comm.meeting import Exchange, reaching
 from llamarl.config.conversion import save_config
 from llamarl.config.schema import Config
 from llamarl.config.supervised import SupervisedConfig
-from llamarl.disk.files import LOCK, DirectoryLock
+from llamarl.disk.files import LOCK, RUNS, DirectoryLock, new_directory
 from llamarl.errors import RunDirectoryError, TimedOut
 from llamarl.inference.partials import of_other_prompts
 from llamarl.launch.identity import Identity, differences
@@ -55,7 +53,6 @@ from llamarl.tickets.choices import choices_of
 from llamarl.tickets.prompts import AnyPrompts, note
 from llamarl.words.texts import first_of
 
-RUNS = Path("runs")
 _SHOWN = 5  # files that a message names
 # Counts this process's jobs. --multirun has several, and a restarted process counts from 0 again.
 _jobs = itertools.count()
@@ -224,7 +221,7 @@ class _Opening:
         if resume_from is not None:
             resume_from = resume_from.absolute()
             stale = self._check_same_run(resume_from)
-        path = path or _new_directory()
+        path = path or new_directory(RUNS)
         path.mkdir(parents=True, exist_ok=True)
         if self.lock is None:
             self._lock_directory(path)
@@ -325,20 +322,6 @@ class _Opening:
                 len(stale),
             )
         return stale
-
-
-def _new_directory() -> Path:
-    """Make the first of runs/TIME, runs/TIME-2, runs/TIME-3, ... that does not exist, so that jobs
-    which begin in the same second get one each.
-    """
-    RUNS.mkdir(parents=True, exist_ok=True)
-    first = RUNS.absolute() / time.strftime("%Y%m%d-%H%M%S")
-    names = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
-    for path in itertools.chain([first], names):
-        with contextlib.suppress(FileExistsError):
-            path.mkdir()
-            return path
-    raise AssertionError("there are always more names")
 
 
 def _refuse_used(path: Path) -> None:

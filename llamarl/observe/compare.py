@@ -83,7 +83,7 @@ TELLING = (
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ComparedRun:
     """One run directory."""
 
     path: Path
@@ -106,10 +106,10 @@ class Run:
         return values
 
 
-Variants = dict[str, list[Run]]  # by label: runs of one config but for what is marked OUTWARD
+Variants = dict[str, list[ComparedRun]]  # by label: of one config but for what is marked OUTWARD
 
 
-def load_runs(directories: Sequence[str | Path]) -> list[Run]:
+def load_runs(directories: Sequence[str | Path]) -> list[ComparedRun]:
     """Load the runs in these run directories, and in the directories of runs (sweeps) among them,
     in order.
 
@@ -134,7 +134,7 @@ def load_runs(directories: Sequence[str | Path]) -> list[Run]:
                     f"{config}: no such file; a run writes it beside {FILE_NAME}"
                 )
             columns = read_columns(path / FILE_NAME)
-            run = Run(path, load_config(config), columns)
+            run = ComparedRun(path, load_config(config), columns)
             columns.update(root_kl(run))
             runs[path.resolve()] = run
     return list(runs.values())
@@ -151,7 +151,7 @@ def completion_kl(columns: Columns) -> np.ndarray:
     return kl
 
 
-def root_kl(run: Run) -> Columns:
+def root_kl(run: ComparedRun) -> Columns:
     """Return the column ROOT_KL: the square root of the KL of whole completions to the model that
     training began with, in square roots of nats (Gao et al. 2022, section 3). Empty where no such
     model was asked.
@@ -162,7 +162,7 @@ def root_kl(run: Run) -> Columns:
     return {ROOT_KL: np.sqrt(np.maximum(completion_kl(run.columns), 0))}
 
 
-def variants_of(runs: Sequence[Run]) -> tuple[Variants, list[str]]:
+def variants_of(runs: Sequence[ComparedRun]) -> tuple[Variants, list[str]]:
     """Group runs by variant, in the order of the values that name the variants. Return the
     variants, and the keys that differ too but follow from those in the names.
 
@@ -188,7 +188,7 @@ def variants_of(runs: Sequence[Run]) -> tuple[Variants, list[str]]:
     return variants, [key for key in keys if key not in told]
 
 
-def _differing_values(runs: Sequence[Run]) -> dict[str, list[str]]:
+def _differing_values(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
     """Return, for each key in which two runs differ and which is not OUTWARD, each run's value as
     shown.
     """
@@ -287,7 +287,7 @@ def run(args: CompareSettings) -> None:
         print(f"written  {out / name}")
 
 
-def all_have(runs: Sequence[Run], column: str) -> bool:
+def all_have(runs: Sequence[ComparedRun], column: str) -> bool:
     """Whether a column has a value in every run."""
     return all(column in run.columns for run in runs)
 
@@ -321,12 +321,12 @@ class Figures(NamedTuple):
     perplexity: float
 
 
-def reachable(runs: Sequence[Run], y: str) -> float:
+def reachable(runs: Sequence[ComparedRun], y: str) -> float:
     """Return the greatest value that every run reached."""
     return min(float(run.values(y).max()) for run in runs)
 
 
-def measure(run: Run, y: str, target: float) -> Figures:
+def measure(run: ComparedRun, y: str, target: float) -> Figures:
     """Return a run's figures; y is as it is in the rows, not smoothed."""
     step, wall_s, value = run.values(STEP, SECONDS, y)
     is_there = value >= target
@@ -344,7 +344,7 @@ def measure(run: Run, y: str, target: float) -> Figures:
     )
 
 
-def _last(run: Run, column: str) -> float:
+def _last(run: ComparedRun, column: str) -> float:
     """NaN for a column that the run has not."""
     return run.values(column)[0, -1] if column in run.columns else math.nan
 
@@ -430,7 +430,7 @@ def _is_sweep_over_a_number(labels: Sequence[str]) -> bool:
     return len(labels) > 2 and len(names) == 1
 
 
-def path(run: Run, x: str, y: str) -> np.ndarray:
+def path(run: ComparedRun, x: str, y: str) -> np.ndarray:
     """[x, y, step; rows] of the rows that have both, smoothed where they are many: a step's reward
     is noisy.
     """

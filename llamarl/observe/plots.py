@@ -171,6 +171,20 @@ PANELS = (
 )
 
 
+# What a run has learned, whatever its kind.
+LEARNED = Panel(
+    "Learned",
+    {
+        "reward/mean": "reward",
+        EVALUATED: "held out",
+        "preference/accuracy": "accuracy",
+        "eval/accuracy": "held-out accuracy",
+        "eval/loss": "held-out loss",
+    },
+    from_zero=False,
+)
+
+
 SUPERVISED = "examples/trained"  # the column that says of a run that it is no RL
 
 

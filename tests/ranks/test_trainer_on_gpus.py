@@ -12,7 +12,7 @@ import pytest
 
 from executors.build_trainer import build_trainer
 from llamarl.comm.groups import RankInfo, World, executor_group
-from llamarl.config.command_line import RL, _read
+from llamarl.config.command_line import RL, read_all
 from llamarl.executor import ExecutorGroup
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
@@ -34,7 +34,7 @@ def group(ticket):
 def trainer_on(place, world, overrides):
     placed = [f"placement.trainer={list(place.ranks)}", "eval.every=0", "checkpoint.every=0"]
     usual = ["trainer.parity_tolerance=1000", "lr=1e-3"]
-    _, (config,) = _read([*placed, *usual, *overrides], RL, ranks=(world.size, world.size))
+    _, (config,) = read_all([*placed, *usual, *overrides], RL, ranks=(world.size, world.size))
     nothing = SimpleNamespace(bind=lambda *_: None)
     trainer = build_trainer(config, Job(config, world, RunDirectory(Path(), None)))
     trainer.attach(place, [], [(Policy, nothing)], *[nothing] * 4)

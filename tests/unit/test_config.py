@@ -18,8 +18,6 @@ from llamarl.config.command_line import (
     RL,
     Config,
     ConfigError,
-    _problems_of_flags,
-    _rewritten,
     check_command_line,
     compose_config,
     default_config,
@@ -34,6 +32,7 @@ from llamarl.config.conversion import (
     value_differences,
 )
 from llamarl.config.placement import TINY_MODEL
+from llamarl.config.recipe import _problems_of_flags, _rewritten, main
 from llamarl.config.sections.loss import LOSS_OPTIONS, declares
 from llamarl.config.supervised import SFT
 from tests.build import composing
@@ -57,7 +56,7 @@ def held(inputs): ...
 def compared(inputs): ...
 """
 RECIPE = """
-from llamarl.config.command_line import main
+from llamarl.config import main
 from llamarl.models.config import tiny_directory
 
 @main
@@ -221,7 +220,9 @@ def test_every_point_of_a_sweep_is_checked():
 
 
 def test_a_config_file_that_is_absent_is_refused_with_the_way_to_give_ones_own():
-    with pytest.raises(ConfigError, match=r"--config-name mine +no such file; write .*config-dir"):
+    with pytest.raises(
+        ConfigError, match=r"--config-name mine +no such file; write .*--config FILE"
+    ):
         check_command_line([], config_name="mine")
 
 
@@ -458,9 +459,41 @@ def test_keys_typed_as_flags_and_words_beside_help_are_answered(recipe):
     flags = _problems_of_flags(["--max_steps", "10", "--lr=1e-5", "--config-file", "x"], Config)
     said = " ".join(problem.what for problem in flags)
     assert "write max_steps=10" in said and "write lr=1e-5" in said
-    assert "--config-dir FOLDER +experiment=NAME" in said
-    ended = recipe("trainer", "--help")
-    assert ended.returncode == 2 and "write key=value" in ended.stderr
+    assert "start with --config FILE" in said
+    ended = recipe("--help", "trainr")
+    assert ended.returncode == 2 and "did you mean trainer?" in ended.stderr
+
+
+LORA_KEYS = ("path", "rank", "alpha", "targets")
+
+
+def test_help_about_a_key_tells_of_it_and_of_those_in_it(recipe, monkeypatch, capsys):
+    ended = recipe("trainer.lora", "--help")
+    shown = [line.split("`")[1] for line in ended.stdout.splitlines() if line[0] in "-#"]
+    assert shown == ["trainer.lora", *(f"trainer.lora.{name}" for name in LORA_KEYS)]
+    monkeypatch.setattr(sys, "argv", ["recipe.py", "max_steps=3", "trainer.lora.rank=?"])
+    main(lambda config: None)()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("- `trainer.lora.rank` = `0`")
+
+
+def test_a_recipe_called_with_a_config_runs_it_and_reads_no_command_line(monkeypatch):
+    seen = []
+    monkeypatch.setattr(sys, "argv", ["notebook", "-f", "kernel.json"])
+    main(seen.append)(config_of("max_steps=7"))
+    assert [config.max_steps for config in seen] == [7]
+
+
+def test_values_of_a_file_stand_before_the_words_of_the_command_line(recipe, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("lr: 2\ndry_run: true\nloss: {ratio_cap: 5.0}\n")
+    ended = recipe("--config", str(file), "lr=3")
+    assert (ended.returncode, ended.stdout) == (0, "ran 3.0 True 5.0\n"), ended.stderr
+    file.write_text("lrr: 2\n")
+    ended = recipe(f"--config={file}")
+    assert ended.returncode == 2 and "lrr   unknown key; did you mean lr?" in ended.stderr
+    ended = recipe("--config")
+    assert ended.returncode == 2 and "name a file" in ended.stderr
 
 
 def test_a_run_directory_that_cannot_be_made_is_said_before_anything_is_loaded(

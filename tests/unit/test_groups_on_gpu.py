@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from executors.build import build_executors
 from llamarl.comm.channel import ConnectContext
 from llamarl.comm.groups import RankInfo, World, executor_group
-from llamarl.config.command_line import RL, _read
+from llamarl.config.command_line import RL, read_all
 from llamarl.ddma.channel import Weights
 from llamarl.launch.graph import channels_between
 from llamarl.launch.job import Job
@@ -69,7 +69,7 @@ ON = {"two hosts": (4, 1), "one host": (8, 1), "two ranks on a GPU": (4, 2), "a 
 
 def config_of(overrides, size):
     """The config of a command line for so many ranks."""
-    _, (config,) = _read(overrides, RL, ranks=(size, size))
+    _, (config,) = read_all(overrides, RL, ranks=(size, size))
     return config
 
 
