@@ -107,8 +107,9 @@ class Setup:
 def write_model(folder: Path, sizes: dict, dtype: torch.dtype) -> None:
     """Write a directory of random weights: the tiny model's, but for these sizes."""
     from make_tiny import TINY_CONFIG
+    from random_weights import random_weights
 
-    from llamarl.models.build import build_decoder, random_weights, read_config
+    from llamarl.models.build import build_decoder, read_config
     from llamarl.models.hf import export, named_parameters_hf
 
     like = folder.with_name("like")

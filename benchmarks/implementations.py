@@ -44,7 +44,9 @@ ROWS, NEW_TOKENS = 8, 64
 
 def random_model(out: Path, shape: dict) -> Path:
     """Write a directory of a random Llama."""
-    from llamarl.models.build import build_decoder, random_weights, read_config
+    from random_weights import random_weights
+
+    from llamarl.models.build import build_decoder, read_config
     from llamarl.models.hf import export, named_parameters_hf
 
     like = out / "like"

@@ -22,8 +22,9 @@ import llamarl  # noqa: F401  before torch: it says how torch's threads wait
 
 # isort: split
 import torch
+from random_weights import random_weights
 
-from llamarl.models.build import build_decoder, random_weights
+from llamarl.models.build import build_decoder
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.hf import export, named_parameters_hf
 from llamarl.tasks.procedural import addition_examples

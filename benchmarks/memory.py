@@ -27,6 +27,7 @@ import llamarl  # noqa: F401  before torch: it says how torch's threads wait
 
 # isort: split
 import torch
+from random_weights import random_weights
 from running import machine
 from torch.profiler import ProfilerActivity, profile
 
@@ -37,7 +38,7 @@ from llamarl.learning.optim import build_optimizer
 from llamarl.learning.update import PolicyUpdate, UpdateSettings
 from llamarl.learning.values import Critic, CriticSettings, OwnCritic, SharedCritic
 from llamarl.memory import Training, longest_microbatch, update_bytes
-from llamarl.models.build import Decoder, build_decoder, random_weights
+from llamarl.models.build import Decoder, build_decoder
 from llamarl.models.config import ModelConfig, as_scorer, read_config, tiny_directory
 from llamarl.models.lora import reset_lora
 from llamarl.models.masters import Masters

@@ -26,8 +26,9 @@ WARMUP = 2  # steps left out of the medians
 def medium_model(out: Path) -> Path:
     import torch
     from make_tiny import TINY_CONFIG, write_directory
+    from random_weights import random_weights
 
-    from llamarl.models.build import build_decoder, random_weights, read_config
+    from llamarl.models.build import build_decoder, read_config
     from llamarl.models.hf import export, named_parameters_hf
 
     config = {

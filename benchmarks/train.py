@@ -403,8 +403,9 @@ def medium_model(peer: Path, out: Path) -> Path | None:
     if not file.is_file():
         return None
     from make_tiny import TINY_CONFIG, write_directory
+    from random_weights import random_weights
 
-    from llamarl.models.build import build_decoder, random_weights, read_config
+    from llamarl.models.build import build_decoder, read_config
     from llamarl.models.hf import export, named_parameters_hf
 
     spec = importlib.util.spec_from_file_location("peer_common", file)

@@ -43,6 +43,7 @@ import llamarl  # noqa: F401  before torch: it says how torch's threads wait
 
 # isort: split
 import torch
+from random_weights import random_weights
 
 from llamarl.environments.calls import FORMATS
 from llamarl.environments.dialogues import Dialogues, Environment
@@ -50,7 +51,7 @@ from llamarl.environments.engine import DialogueEngine
 from llamarl.environments.pool import EnvironmentPool
 from llamarl.inference.engine import Engine
 from llamarl.inference.sampler import SamplingParams
-from llamarl.models.build import build_decoder, random_weights
+from llamarl.models.build import build_decoder
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.hf import load_tokenizer
 from llamarl.tasks.environment import turn_tokens

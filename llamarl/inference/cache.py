@@ -239,8 +239,9 @@ class Pieces:
         k_NJMK = keys[self._slots_N, :, : self.longest]
         v_NJMK = values[self._slots_N, :, : self.longest]
         seen_N1LM = self._distances_N1LM >= 0
-        if scores.window is not None and scores.narrows(self.longest):
-            seen_N1LM = seen_N1LM & (self._distances_N1LM < scores.window)
+        window = scores.window_within(self.longest)
+        if window is not None:
+            seen_N1LM = seen_N1LM & (self._distances_N1LM < window)
         q_NHLK = q_THK[self._queries_NL].transpose(1, 2)
         if scores.are_products:
             q_NHLK = scores.scaled(q_NHLK)
@@ -312,7 +313,7 @@ class Decode:
 
     def _bias(self, scores: Scores) -> Tensor:
         """Return what is added to scores [N, 1, 1, L]: -inf where a place is not seen, else 0."""
-        window = scores.window if scores.narrows(self.longest) else None
+        window = scores.window_within(self.longest)
         if window not in self._biases:
             unseen_NL = self._distances_NL < 0
             if window is not None:

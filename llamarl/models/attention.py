@@ -67,9 +67,9 @@ class Scores:
         factor = 1.0 if self.scale is None else self.scale * q_THK.shape[-1] ** 0.5
         return q_THK if abs(factor - 1.0) < 1e-12 else q_THK * factor
 
-    def narrows(self, longest: int) -> bool:
-        """Whether a query at a place below `longest` sees less than all before it."""
-        return self.window is not None and self.window < longest
+    def window_within(self, longest: int) -> int | None:
+        """Return the window; None if queries at places below `longest` see all before them."""
+        return None if self.window is None or self.window >= longest else self.window
 
 
 PRODUCTS = Scores()
@@ -161,7 +161,7 @@ class PackedAttention:
             )
         limit = SHORT.get(q_THK.dtype, 256)
         longest = max(part.keys_NM.shape[1] for part in self._parts)
-        window = scores.window if scores.narrows(self.longest) else None
+        window = scores.window_within(self.longest)
         if scores.are_products and window is None and longest <= limit:
             is_square = v_TJK.shape == k_TJK.shape  # the kernel knows no values of another size
             if is_square and kernels(q_THK) is not None:

@@ -23,16 +23,6 @@ from llamarl.models.shape import AUTO, IMPLEMENTATIONS
 from llamarl.models.sharding import span
 from llamarl.models.tp import SplitEmbedding, TensorParallel, copied, place_of, summed
 
-__all__ = [
-    "Decoder",
-    "ModelConfig",
-    "NativeDecoder",
-    "build_decoder",
-    "config_of",
-    "random_weights",
-    "read_config",
-]
-
 
 class FeedForward(nn.Module):
     """Computes w2(silu(w1 x) * w3 x). w1 is the gate, w2 goes down, w3 up.
@@ -177,21 +167,3 @@ def _on_meta(config: ModelConfig, dtype: torch.dtype, tp: TensorParallel | None)
         return torchtune_decoder(config, dtype=dtype)
     with torch.device("meta"):
         return NativeDecoder(config, tp).to(dtype)
-
-
-@torch.no_grad()
-def random_weights(decoder: Decoder, *, seed: int) -> Decoder:
-    """Fill a decoder (on the CPU, or still on the meta device) and return it: norms are 1, biases
-    0, the rest is drawn from normal(0, 0.02).
-    """
-    if any(parameter.is_meta for parameter in decoder.parameters()):
-        decoder.to_empty(device="cpu")
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in decoder.named_parameters():
-        if name.endswith(".scale"):
-            parameter.fill_(1)
-        elif name.endswith("bias"):
-            parameter.zero_()
-        else:
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
-    return decoder

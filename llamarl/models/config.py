@@ -115,7 +115,7 @@ def _config_in(raw: dict, made_by: str) -> ModelConfig:
     name = family_of(architecture)
     family = FAMILIES.get(name)
     _refuse(_malformed(raw) if family else oversized(raw))
-    is_ours = is_native(raw, architecture)
+    is_ours = _is_native(raw, name, family) if family else "model_type" not in raw
     if made_by == "native" and not is_ours:
         raise ValueError(
             f"our own modules do not compute {architecture}; model.implementation=auto"
@@ -130,7 +130,7 @@ def _config_in(raw: dict, made_by: str) -> ModelConfig:
             f"architecture {architecture} is not supported; supported: {', '.join(known)}, and "
             f"{SCORER} of each. docs/models.md says how to add one"
         )
-    _refuse(_unsupported(raw, architecture, family) or unknown_fields(raw, family))
+    _refuse(unknown_fields(raw, family))
     try:
         return _to_config(raw, architecture, family)
     except KeyError as error:
@@ -182,14 +182,6 @@ def _to_config(raw: dict, architecture: str, family: Family) -> ModelConfig:
     )
 
 
-def is_native(raw: dict, architecture: str) -> bool:
-    """Whether our own decoder computes such a model, or refuses it as malformed."""
-    family = FAMILIES.get(family_of(architecture))
-    if family is None:
-        return "model_type" not in raw
-    return _unsupported(raw, architecture, family) is None
-
-
 def as_scorer(config: ModelConfig) -> ModelConfig:
     """Return the config of a model with one score on a language model's trunk; a scorer's own
     config is returned as it is. ValueError if no such model can be made.
@@ -210,27 +202,15 @@ def as_scorer(config: ModelConfig) -> ModelConfig:
     )
 
 
-def _unsupported(raw: dict, architecture: str, family: Family) -> str | None:
-    """Say what the config asks for and the decoder cannot compute, with the remedy; None if
-    nothing.
-    """
-    is_mistral = family_of(architecture) == "Mistral"
+def _is_native(raw: dict, name: str, family: Family) -> bool:
+    """Whether our own layers compute a model of the family with this name."""
+    is_mistral = name == "Mistral"
     window = raw.get("sliding_window", 4096 if is_mistral else None)  # transformers' own default
     uses_window = window and raw.get("use_sliding_window", is_mistral)
     if uses_window and window < raw.get("max_position_embeddings", 0):
-        return (
-            "sliding-window attention is not supported; "
-            "set sliding_window to null to attend to everything"
-        )
-    if raw.get("hidden_act", "silu") != "silu":
-        return f"hidden_act {raw['hidden_act']} is not supported; supported: silu"
-    for key, value in family.fixed.items():
-        if raw.get(key) not in (None, value):
-            return (
-                f"{key}={raw[key]} is not supported: every {family_of(architecture)} that is known "
-                f"has {value}, and its layers are computed so"
-            )
-    return None
+        return False
+    fixed = {"hidden_act": "silu", **family.fixed}
+    return all(raw.get(key) in (None, value) for key, value in fixed.items())
 
 
 def unknown_fields(raw: dict, family: Family) -> str | None:

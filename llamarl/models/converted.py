@@ -115,13 +115,9 @@ def _conversions(
 
 def _by_kind(transforms: Iterable[Any]) -> tuple[list[WeightRenaming], list[WeightConverter]]:
     """Return the renamings and the converters among transformers' transforms."""
-    renamings = []
-    converters = []
-    for transform in transforms:
-        if isinstance(transform, WeightRenaming):
-            renamings.append(transform)
-        elif isinstance(transform, WeightConverter):
-            converters.append(transform)
+    given = list(transforms)
+    renamings = [transform for transform in given if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in given if isinstance(transform, WeightConverter)]
     return renamings, converters
 
 

@@ -23,6 +23,14 @@ from llamarl.errors import NoWeights
 NAMED_TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja
 # Where there is no tokenizer.json: what a tokenizer is made of.
 _VOCABULARIES = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "added_tokens.json")
+# The JSON files that transformers may read a tokenizer from.
+TOKENIZER_JSON = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.json",
+)
+TOKENIZER_FILES = (*TOKENIZER_JSON, *_VOCABULARIES, "chat_template.jinja")
 # Dtypes, as safetensors calls them. Integers would be taken for the numbers themselves, without the
 # scales that they are multiples of.
 FLOATING = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")

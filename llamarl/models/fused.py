@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -120,6 +121,17 @@ def call_kernel(name: str, like: Tensor, *arguments: object) -> None:
     getattr(kernels(like), name)(*values, torch.get_num_threads())
 
 
+def _by_kernel(own: type[Function], name: str, x: Tensor, *given: Any) -> Any:
+    """Return what a function makes of these, in contiguous memory: by its class for the CPU's
+    kernels, or by name among the GPU's. None where plain operations are to be used.
+    """
+    on_cpu = kernels(x) is not None
+    make = own.apply if on_cpu else getattr(gpu_kernels(x), name, None)
+    if make is None:
+        return None
+    return make(*[t.contiguous() if isinstance(t, Tensor) else t for t in (x, *given)])
+
+
 def is_altered(module: nn.Module) -> bool:
     """Return whether calling the module does more than its class's forward, by a hook or by a
     forward of its own: code that takes its weights instead would leave that out.
@@ -177,19 +189,15 @@ def add_rms_norm(
     The norm is h / sqrt(mean(h^2) + eps) in float32, then in h's dtype times scale: Hugging Face's
     order of rounding.
     """
-    if x.dtype != scale_D.dtype or kernels(x) is None:
-        on_gpu = gpu_kernels(x)
-        if on_gpu and x.dtype == scale_D.dtype:
-            change = None if change is None else change.contiguous()
-            return on_gpu.add_rms_norm(x.contiguous(), change, scale_D, eps)
-        h = x if change is None else x + change
-        if h.dtype == torch.float32 == scale_D.dtype:
-            return h, F.rms_norm(h, scale_D.shape, scale_D, eps)
-        normed = F.rms_norm(h.float(), scale_D.shape, eps=eps)
-        return h, normed.to(h.dtype) * scale_D
-    if change is not None:
-        change = change.contiguous()
-    return _AddRmsNorm.apply(x.contiguous(), change, scale_D, eps)
+    if x.dtype == scale_D.dtype:
+        made = _by_kernel(_AddRmsNorm, "add_rms_norm", x, change, scale_D, eps)
+        if made is not None:
+            return made
+    h = x if change is None else x + change
+    if h.dtype == torch.float32 == scale_D.dtype:
+        return h, F.rms_norm(h, scale_D.shape, scale_D, eps)
+    normed = F.rms_norm(h.float(), scale_D.shape, eps=eps)
+    return h, normed.to(h.dtype) * scale_D
 
 
 class _AddRmsNorm(Function):
@@ -237,12 +245,8 @@ class _AddRmsNorm(Function):
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """gate sigmoid(gate) up, of equal shapes          (Shazeer 2020)"""
-    if gate.dtype != up.dtype or kernels(gate) is None:
-        on_gpu = gpu_kernels(gate)
-        if on_gpu and gate.dtype == up.dtype:
-            return on_gpu.swiglu(gate.contiguous(), up.contiguous())
-        return F.silu(gate) * up
-    return _SwiGlu.apply(gate.contiguous(), up.contiguous())
+    made = _by_kernel(_SwiGlu, "swiglu", gate, up) if gate.dtype == up.dtype else None
+    return F.silu(gate) * up if made is None else made
 
 
 class _SwiGlu(Function):
@@ -277,11 +281,10 @@ def rotate(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     The CPU's kernel multiplies in float32 and rounds once; plain operations, and the GPU's kernel,
     round cos, sin and each product to x's dtype.
     """
-    if cos.dtype == torch.float32 and kernels(x_THK) is not None:
-        return _Rotate.apply(x_THK.contiguous(), cos.contiguous(), sin.contiguous(), 1.0)
-    on_gpu = gpu_kernels(x_THK)
-    if on_gpu and cos.dtype == torch.float32:
-        return on_gpu.rotate(x_THK.contiguous(), cos.contiguous(), sin.contiguous())
+    if cos.dtype == torch.float32:
+        made = _by_kernel(_Rotate, "rotate", x_THK, cos, sin)
+        if made is not None:
+            return made
     half = x_THK.shape[-1] // 2
     first = x_THK[..., :half]
     second = x_THK[..., half:]
@@ -295,7 +298,7 @@ class _Rotate(Function):
     """Turns by the angles times `direction`, 1 or -1; a rotation's gradient is turned back."""
 
     @staticmethod
-    def forward(ctx, x_THK: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
+    def forward(ctx, x_THK: Tensor, cos: Tensor, sin: Tensor, direction: float = 1.0) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.direction = direction
         out = torch.empty_like(x_THK)

@@ -22,18 +22,11 @@ from llamarl.models.config import (
     read_config,
     tiny_directory,
 )
-from llamarl.models.directory import check_files, read_json, weights_digest
+from llamarl.models.directory import TOKENIZER_JSON, check_files, read_json, weights_digest
 from llamarl.models.hf import load_tokenizer
 from llamarl.models.shape import AUTO
 from llamarl.words.names import did_you_mean
 
-# The JSON files that transformers may read a tokenizer from.
-_TOKENIZER_FILES = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.json",
-)
 # Parts of a model: a digest, a list of numbers, or the fields of its config.json.
 ModelParts = Mapping[str, object]
 
@@ -85,7 +78,7 @@ def _loaded_tokenizer(path: Path):
         raise
     except Exception as error:  # transformers and tokenizers raise anything, and name no file
         check_files(path)
-        for name in _TOKENIZER_FILES:
+        for name in TOKENIZER_JSON:
             file = path / name
             if file.is_file():
                 read_json(file)  # raises, with the reason, if the file is no JSON

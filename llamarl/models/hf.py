@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from safetensors.torch import save_file
@@ -23,6 +23,7 @@ from llamarl.models.config import ModelConfig, oversized, read_config
 from llamarl.models.decoder import Decoder
 from llamarl.models.directory import (
     NAMED_TEMPLATES,
+    TOKENIZER_FILES,
     SafetensorsDir,
     check_files,
     read_json,
@@ -66,19 +67,7 @@ _NAMES = (  # decoder name -> Hugging Face name
 _SEAT = "transformers."  # where a decoder has transformers' model, which has its own names
 _ROWS = 4096  # of a head that are compared at once
 _LAYER = re.compile(r"(?<=layers\.)\d+")
-_COPIED = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "NOTICE",
-)
+_COPIED = ("config.json", "generation_config.json", *TOKENIZER_FILES, "NOTICE")
 SHARD_BYTES = 4 << 30  # of exported files; also the most that export holds in memory
 
 
@@ -370,17 +359,14 @@ def stored_tokenizer(path: str | Path):
         raise FileNotFoundError(
             f"{path}: no tokenizer_config.json; a model directory needs its tokenizer"
         )
+    import transformers
+
+    kind: Any = transformers.AutoTokenizer
     if _says_plain_tokenizer(Path(path)):
         # What AutoTokenizer would make of it too. To find out, it loads the model's configuration
         # class, and with that the compiler, DTensors and half of transformers: two CPU seconds.
-        from transformers import PreTrainedTokenizerFast
-
-        return PreTrainedTokenizerFast.from_pretrained(
-            path, local_files_only=True, trust_remote_code=False
-        )
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        kind = transformers.PreTrainedTokenizerFast
+    return kind.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
 
 def _says_plain_tokenizer(path: Path) -> bool:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -37,16 +36,16 @@ class Routing:
 
     def __init__(self, model: Any, layers: nn.ModuleList):
         self.replays = False
-        self.passes: list[_Pass] = []  # of the newest forward, which may read in several
+        # Of the newest forward, which may read in several passes: what each router has `own`, the
+        # experts [T, K] that it chose, `taken`, those that were, and its `logits` [T, E].
+        self.passes: list[dict[tuple[str, int], Tensor]] = []
+        self._now: dict[tuple[str, int], Tensor] = {}
         self.routers = [module for module in layers.modules() if _is_router(module)]
         # The class of a router or a layer that cannot be replayed; None: there is none.
         self.unknown = _unknown_of(layers, self.routers)
         self.num_experts = max(map(_experts_of, self.routers), default=0)
         self._model = model
         self.given: Tensor | None = None  # the routes of the pass, to be replayed
-        size = len(self.routers)
-        nothing = torch.empty(0)
-        self._now = _Pass([nothing] * size, [nothing] * size, [nothing] * size)
         for number, router in enumerate(self.routers):
             router.forward = partial(self._route, number, router)
 
@@ -67,14 +66,8 @@ class Routing:
 
     def end(self, own: slice) -> None:
         """Note what was chosen in the pass for its `own` tokens."""
-        now = self._now
         if not self.unknown:
-            noted = _Pass(
-                own=[experts_TK[own] for experts_TK in now.own],
-                taken=[experts_TK[own] for experts_TK in now.taken],
-                logits=[logits_TE[own] for logits_TE in now.logits],
-            )
-            self.passes.append(noted)
+            self.passes.append({key: noted[own] for key, noted in self._now.items()})
 
     @property
     def taken(self) -> Tensor:
@@ -83,7 +76,10 @@ class Routing:
         return self._joined("taken").add(1).to(dtype)
 
     def _joined(self, of: str) -> Tensor:
-        return torch.cat([torch.stack(getattr(one, of), 1) for one in self.passes])
+        of_routers = []
+        for number in range(len(self.routers)):
+            of_routers.append(torch.cat([one[of, number] for one in self.passes]))
+        return torch.stack(of_routers, 1)
 
     def load_max(self) -> Tensor:
         """Return [] of the newest forward: the tokens of the most loaded expert over those of the
@@ -120,7 +116,7 @@ class Routing:
                 "the load-balancing loss needs; set it to false"
             )
         logits_TME = self._joined("logits").float()
-        top_k = self.passes[0].own[0].shape[1]
+        top_k = self.passes[0]["own", 0].shape[1]
         return factor * formula(logits_TME.unbind(1), self.num_experts, top_k)
 
     def _route(self, number: int, router: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -133,22 +129,13 @@ class Routing:
 
     def _choose(self, number: int, scores_TE: Tensor, best: Any) -> Any:
         """Return what `topk` gives of a router's scores, with the given experts for the best."""
-        self._now.own[number] = self._now.taken[number] = best.indices
+        self._now["own", number] = self._now["taken", number] = best.indices
         if self.given is None:
             return best
         given_TK = self.given[:, number].long() - 1
         chosen_TK = torch.where(given_TK < 0, best.indices, given_TK)
-        self._now.taken[number] = chosen_TK
+        self._now["taken", number] = chosen_TK
         return torch.return_types.topk((scores_TE.gather(1, chosen_TK), chosen_TK))
-
-
-@dataclass(frozen=True, slots=True)
-class _Pass:
-    """By router: the experts [T, K] that it chose, those that were taken, and its logits [T, E]."""
-
-    own: list[Tensor]
-    taken: list[Tensor]
-    logits: list[Tensor]
 
 
 class _Choice(TorchFunctionMode):
@@ -171,7 +158,7 @@ class _Choice(TorchFunctionMode):
                 self.dtype = args[0].dtype
                 args = [given if given is None else given.float() for given in args]
             made = func(*args, **kwargs)
-            self._routing._now.logits[self._number] = made
+            self._routing._now["logits", self._number] = made
             return made
         made = func(*args, **kwargs)
         is_choice = getattr(func, "__name__", "") == "topk" and args[0].dim() == 2

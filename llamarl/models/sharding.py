@@ -55,12 +55,14 @@ class Box:
         """The number of elements."""
         return math.prod(self.lengths)
 
+    @property
+    def ends(self) -> Shape:
+        """The first index behind the box in each dim."""
+        return tuple(map(operator.add, self.offsets, self.lengths))
+
     def fits(self, shape: Shape) -> bool:
         """Whether this box lies inside a tensor of this shape."""
-        if len(shape) != len(self.lengths):
-            return False
-        ends = map(operator.add, self.offsets, self.lengths)
-        return all(map(operator.le, ends, shape))
+        return len(shape) == len(self.lengths) and all(map(operator.le, self.ends, shape))
 
     def cut(self, dim: int, first: int, count: int) -> Box:
         """Return this box with `count` of its places in `dim`, from its own place `first` on."""
@@ -72,23 +74,16 @@ class Box:
 
     def within(self, outer: Box) -> tuple[slice, ...]:
         """Return the index of this box in a tensor that holds `outer`."""
-        index = []
-        for mine, its, count in zip(self.offsets, outer.offsets, self.lengths):
-            start = mine - its
-            index.append(slice(start, start + count))
-        return tuple(index)
+        starts = map(operator.sub, self.offsets, outer.offsets)
+        stops = map(operator.sub, self.ends, outer.offsets)
+        return tuple(map(slice, starts, stops))
 
 
 def overlap(a: Box, b: Box) -> Box:
     """Return the box that both boxes cover; some lengths are 0 if they share nothing."""
-    offsets = []
-    lengths = []
-    for start_a, count_a, start_b, count_b in zip(a.offsets, a.lengths, b.offsets, b.lengths):
-        first = max(start_a, start_b)
-        end = min(start_a + count_a, start_b + count_b)
-        offsets.append(first)
-        lengths.append(max(0, end - first))
-    return Box(tuple(offsets), tuple(lengths))
+    offsets = tuple(map(max, a.offsets, b.offsets))
+    lengths = map(operator.sub, map(min, a.ends, b.ends), offsets)
+    return Box(offsets, tuple(max(0, length) for length in lengths))
 
 
 @dataclass(frozen=True, slots=True)

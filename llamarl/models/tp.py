@@ -45,12 +45,7 @@ class TensorParallel:
             return None
         peers = group.tensor_group
         assert peers is not None, "ranks that share layers have a group"
-        return cls(
-            group.tensor_index,
-            group.tensor_parallel,
-            peers,
-            split_vocabulary=split_vocabulary,
-        )
+        return cls(group.tensor_index, group.tensor_parallel, peers, split_vocabulary)
 
 
 def place_of(tp: TensorParallel | None) -> tuple[int, int]:

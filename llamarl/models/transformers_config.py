@@ -35,7 +35,6 @@ from llamarl.models.sharding import BY_COLUMNS, BY_ROWS, EXPERTS, WHOLE, without
 _RANDOM = re.compile(r".*(dropout|pdrop|jitter_noise|layerdrop)")  # noise of training
 # Layers without a state beside attention.
 _ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
-_GROWING = {"dynamic"}  # angles that depend on the longest sequence of a pass
 
 
 def base_of(model: Any) -> Any:
@@ -174,11 +173,10 @@ def _config_of(fields: str) -> ModelConfig:
     rope = getattr(text, "rope_parameters", None) or {}
     parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
     kinds = {str(part.get("rope_type")) for part in parts}
-    growing = sorted(kinds & _GROWING)
-    if growing:
+    if "dynamic" in kinds:
         raise ValueError(
-            f"{architecture}: rope_type {growing[0]} turns a token by angles that depend on the "
-            "other sequences of its pass"
+            f"{architecture}: rope_type dynamic turns a token by angles that depend on the longest "
+            "sequence of its pass"
         )
     places = getattr(text, "max_position_embeddings", None) or 2048
     chunk = getattr(text, "attention_chunk_size", None)

@@ -27,7 +27,7 @@ from llamarl.learning.replay import _joined
 from llamarl.learning.sft import NextToken, pair_of
 from llamarl.learning.targets import Targets
 from llamarl.models.attention import PackedAttention
-from llamarl.models.routing import Routing, _Pass
+from llamarl.models.routing import Routing
 from llamarl.types import NO_ROUTES, Completion, Group, Outcome
 from tests.build.completion import build_completion
 from tests.build.group import build_group
@@ -217,16 +217,22 @@ def test_load_is_of_the_most_loaded_expert_over_the_mean():
     1 is 2. All to one pair: 2 and 2 of 4."""
     routing = random_routing()
     routing.num_experts = 4
-    routing.passes[0].taken[:] = [torch.tensor([[1, 2], [1, 3]]), torch.tensor([[1, 2], [3, 0]])]
+    note(routing, "taken", [[1, 2], [1, 3]], [[1, 2], [3, 0]])
     assert float(routing.load_max()) == (2.0 + 1.0) / 2
-    routing.passes[0].own[:] = [torch.tensor([[2, 1], [1, 0]]), torch.tensor([[1, 2], [3, 0]])]
+    note(routing, "own", [[2, 1], [1, 0]], [[1, 2], [3, 0]])
     assert routing.differing(torch.tensor([0, 1, 1])).tolist() == [0.0, 0.5, 0.5]
 
 
 def random_routing():
     routing = Routing(nn.Module(), nn.ModuleList())
-    routing.passes.append(_Pass([], [], []))
+    routing.routers = [nn.Identity(), nn.Identity()]
+    routing.passes.append({})
     return routing
+
+
+def note(routing, of, *choices):
+    for number, choice in enumerate(choices):
+        routing.passes[0][of, number] = torch.tensor(choice)
 
 
 def test_routers_choose_in_float32_whatever_layers_compute_in(directory):

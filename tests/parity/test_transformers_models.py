@@ -289,7 +289,7 @@ def test_a_model_that_contexts_do_not_know_is_refused_by_a_number(tmp_path, fami
 
 @torch.no_grad()
 def test_a_window_that_is_left_out_is_seen_at_load(directory, monkeypatch):
-    monkeypatch.setattr(Scores, "narrows", lambda self, longest: False)
+    monkeypatch.setattr(Scores, "window_within", lambda self, longest: None)
     path = directory("olmo3")
     with pytest.raises(ValueError, match="the logits of each sequence alone"):
         check_agreement(our_decoder(path), path, CPU, torch.float32)

@@ -9,9 +9,10 @@ import dataclasses
 import pytest
 import torch
 
+from benchmarks.random_weights import random_weights
 from llamarl.inference import Engine
 from llamarl.inference.decode import NativeDecode
-from llamarl.models.build import build_decoder, random_weights, read_config
+from llamarl.models.build import build_decoder, read_config
 from llamarl.models.config import tiny_directory
 
 pytestmark = [pytest.mark.machine, pytest.mark.usefixtures("threads_of_machine")]

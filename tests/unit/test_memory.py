@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.random_weights import random_weights
 from llamarl.learning.logprobs import make_head
 from llamarl.memory import (
     MicrobatchSize,
@@ -18,7 +19,7 @@ from llamarl.memory import (
     longest_microbatch,
 )
 from llamarl.models.attention import PackedAttention
-from llamarl.models.build import build_decoder, random_weights
+from llamarl.models.build import build_decoder
 from llamarl.models.config import read_config, tiny_directory
 from tests.launching import ROOT
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.random_weights import random_weights
 from llamarl.inference import Engine
 from llamarl.models.attention import PackedAttention
-from llamarl.models.build import Decoder, FeedForward, build_decoder, random_weights, read_config
+from llamarl.models.build import Decoder, FeedForward, build_decoder, read_config
 from llamarl.models.config import tiny_directory
 from llamarl.models.fused import RMSNorm
 

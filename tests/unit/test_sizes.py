@@ -7,10 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.random_weights import random_weights
 from llamarl.config.placement import TINY_MODEL
 from llamarl.learning.logprobs import make_head
 from llamarl.models.attention import TOKEN_STEPS, PackedAttention, rounded_up
-from llamarl.models.build import build_decoder, random_weights, read_config
+from llamarl.models.build import build_decoder, read_config
 from tests.tolerances import of_logprobs
 
 

@@ -12,6 +12,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks.random_weights import random_weights
 from llamarl.config.command_line import compose_config
 from llamarl.config.supervised import SFT
 from llamarl.errors import NotFinite
@@ -31,7 +32,7 @@ from llamarl.learning.preference import (
 from llamarl.learning.sft import conversation_pair, read_pairs, read_sft_data
 from llamarl.learning.supervised import ExampleOrder, SupervisedSettings, SupervisedUpdate
 from llamarl.models.attention import PackedAttention
-from llamarl.models.build import build_decoder, random_weights
+from llamarl.models.build import build_decoder
 from llamarl.models.config import as_scorer, read_config, tiny_directory
 from llamarl.models.hf import load_tokenizer
 from llamarl.models.scorer import scores_at
