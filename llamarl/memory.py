@@ -20,6 +20,7 @@ from pathlib import Path
 from llamarl.models.config import ModelConfig
 from llamarl.models.shape import Lora
 from llamarl.models.sharding import (
+    Shape,
     adapter_shapes,
     heads_of,
     num_parameters,
@@ -272,7 +273,7 @@ def checkpoint_bytes(config: ModelConfig, training: Training, export_itemsize: i
     return trained * of_number + copies * num_parameters(config) * export_itemsize
 
 
-def _one_layer(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def _one_layer(config: ModelConfig) -> dict[str, Shape]:
     """Return name -> shape of the parameters of the first layer and around the layers: all layers
     are alike.
     """
@@ -282,7 +283,7 @@ def _one_layer(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def _own_numbers(
     config: ModelConfig,
     name: str,
-    shape: tuple[int, ...],
+    shape: Shape,
     tensor_parallel: int,
     shards: int,
 ) -> int:

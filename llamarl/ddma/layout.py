@@ -24,6 +24,7 @@ from llamarl.models.sharding import (
     HEAD,
     SCALE,
     Box,
+    Shape,
     adapter_shapes,
     aligned,
     is_quantized,
@@ -45,7 +46,7 @@ class Parameter:
     """
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype
 
 

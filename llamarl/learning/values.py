@@ -46,7 +46,7 @@ from llamarl.models.sharded_state import (
     shards_of,
     steps_of,
 )
-from llamarl.models.sharding import Box, parameter_shapes
+from llamarl.models.sharding import Box, Shape, parameter_shapes
 from llamarl.types import PackedBatch
 
 _SAVED_AS = {"weights": "value/", "moments": "value/"}  # prefixes, see sharded_state
@@ -200,7 +200,7 @@ class Critic:
             warnings.warn(message, stacklevel=2)
 
     @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> dict[str, Shape]:
         """The shapes of its whole parameters, by the names that they are saved under."""
         raise NotImplementedError
 
@@ -256,7 +256,7 @@ class SharedCritic(Critic):
         return both
 
     @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> dict[str, Shape]:
         """The shapes of the head's weight and bias."""
         return {shard.name: tuple(shard.parameter.shape) for shard in self.shards}
 
@@ -285,7 +285,7 @@ class OwnCritic(Critic):
         return head
 
     @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> dict[str, Shape]:
         """The shapes of its trunk's parameters, by Hugging Face names."""
         return parameter_shapes(self.trunk.config)
 

@@ -31,6 +31,7 @@ from transformers.core_model_loading import (
 )
 
 from llamarl.models.directory import SafetensorsDir, refuse_unfit
+from llamarl.models.fsdp import NamedTensors
 from llamarl.models.shape import HEADS, MADE_ANEW, ModelConfig
 from llamarl.models.sharding import Shape, stored_shapes
 from llamarl.models.transformers_config import whole_model
@@ -268,7 +269,7 @@ class StoredForm:
             name, _ = renaming.rename_source_key(name)
         return name
 
-    def tensors(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, named: NamedTensors) -> Iterator[tuple[str, Tensor]]:
         """Yield the directory's tensors, of parameters that come by transformers' names. One is
         held until all have come that are converted with it.
         """

@@ -19,6 +19,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from llamarl.errors import NoWeights
+from llamarl.models.shape import Shape
 
 NAMED_TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja
 # Where there is no tokenizer.json: what a tokenizer is made of.
@@ -152,7 +153,7 @@ class SafetensorsDir:
         """Return a tensor that is read only where it is sliced."""
         return self.file_of[name].get_slice(name)
 
-    def problems_of(self, name: str, shape: tuple[int, ...] | None = None) -> list[str]:
+    def problems_of(self, name: str, shape: Shape | None = None) -> list[str]:
         """Say that a tensor has another shape, or numbers that are no floating-point numbers."""
         tensor = self.get_slice(name)
         found = tuple(tensor.get_shape())

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from llamarl.models.decoder import Decoder
 
 
+NamedTensors = Iterable[tuple[str, Tensor]]
+
+
 def wrap(
     decoder: Decoder,
     mesh: DeviceMesh | None,
@@ -164,7 +167,7 @@ def fill(decoder: Decoder, name: str, parameter: Tensor, whole: Any) -> Tensor:
 
 @contextmanager
 def whole_parameters(
-    decoder: Decoder, parameters: Iterable[tuple[str, Tensor]]
+    decoder: Decoder, parameters: NamedTensors
 ) -> Iterator[Iterator[tuple[str, Tensor]]]:
     """Collective over a replica's ranks: yield each parameter, one at a time; whole on
     tensor-parallel rank 0, elsewhere the rank's part.
@@ -180,9 +183,7 @@ def whole_parameters(
             pass
 
 
-def _made_whole(
-    decoder: Decoder, parameters: Iterable[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
+def _made_whole(decoder: Decoder, parameters: NamedTensors) -> Iterator[tuple[str, Tensor]]:
     for name, p in parameters:
         part = p.detach()
         if is_dtensor(part):

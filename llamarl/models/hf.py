@@ -9,7 +9,7 @@ import itertools
 import json
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -29,7 +29,7 @@ from llamarl.models.directory import (
     read_json,
     refuse_unfit,
 )
-from llamarl.models.fsdp import fill
+from llamarl.models.fsdp import NamedTensors, fill
 from llamarl.models.shape import HEADS, MADE_ANEW
 from llamarl.models.sharding import Shape, parameter_shapes, stored_shapes
 
@@ -256,7 +256,7 @@ def check_finite(name: str, tensor: Tensor, path: str | Path) -> None:
 
 
 def export(
-    named_tensors: Iterable[tuple[str, Tensor]],
+    named_tensors: NamedTensors,
     like: str | Path,
     out: str | Path,
     *,
@@ -292,9 +292,7 @@ def export(
     (out / "config.json").write_text(json.dumps(raw, indent=2))
 
 
-def _write_shards(
-    named_tensors: Iterable[tuple[str, Tensor]], out: Path, dtype: torch.dtype
-) -> None:
+def _write_shards(named_tensors: NamedTensors, out: Path, dtype: torch.dtype) -> None:
     """Write model.safetensors, or shards of it and their index."""
     names_of_shards: list[list[str]] = []
     pending: dict[str, Tensor] = {}

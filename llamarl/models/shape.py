@@ -8,6 +8,9 @@ from typing import Literal
 
 from llamarl.models.families import CAUSAL, FAMILIES, Family
 
+Shape = tuple[int, ...]
+Shapes = tuple[tuple[str, Shape], ...]  # of named tensors
+
 AUTO = "auto"  # our own modules where they can, else transformers'
 IMPLEMENTATIONS = (AUTO, "native", "transformers")
 SCORER = "ForSequenceClassification"  # its head gives num_labels scores in place of logits
@@ -82,11 +85,11 @@ class ModelConfig:
     # of every parameter, and the projections of its layers.
     implementation: Literal["native", "transformers", "torchtune"] = "native"
     fields: str = ""
-    shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    shapes: Shapes = ()
     linears: tuple[str, ...] = ()
-    buffers: tuple[tuple[str, tuple[int, ...]], ...] = ()  # that a directory holds beside them
+    buffers: Shapes = ()  # that a directory holds beside them
     # Of parts that are no decoder, such as one that reads images. Exports have them too.
-    carried: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    carried: Shapes = ()
     # Its layers carry a state from token to token beside attention, which would leak from one
     # packed sequence into the next. Each is read by itself, and again for each new token.
     is_read_alone: bool = False

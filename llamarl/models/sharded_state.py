@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from llamarl.models.decoder import Decoder
 from llamarl.models.fsdp import held_box, local, peers_of
-from llamarl.models.sharding import Box, overlap, whole_shapes
+from llamarl.models.sharding import Box, Shape, overlap, whole_shapes
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -127,6 +127,9 @@ class Shard:
             local(tensor)[common.within(self.box)].copy_(values)
 
 
+Take = Callable[[Shard, Mapping, Box], object]  # copies what a saved part, of a box, has of a shard
+
+
 def shards_of(decoder: Decoder, named: Iterable[tuple[str, nn.Parameter]]) -> list[Shard]:
     """Return this rank's shards of a decoder's parameters, which are given by Hugging Face name."""
     shards = []
@@ -157,8 +160,8 @@ def load_shards(
     shards: Sequence[Shard],
     parts: Sequence[Mapping],
     *,
-    shapes: Mapping[str, tuple[int, ...]],
-    take: Callable[[Shard, Mapping, Box], object],
+    shapes: Mapping[str, Shape],
+    take: Take,
     boxes: str = "boxes",
     remedy: str = _OTHER_MODEL,
 ) -> dict[str, int]:
@@ -191,7 +194,7 @@ def load_model(
     decoder: Decoder,
     shards: Sequence[Shard],
     parts: Sequence[Mapping],
-    take: Callable[[Shard, Mapping, Box], object],
+    take: Take,
 ) -> None:
     """Take all elements of a decoder's shards, as load_shards does. ValueError if some are
     missing.

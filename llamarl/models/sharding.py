@@ -19,9 +19,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-from llamarl.models.shape import ModelConfig
-
-Shape = tuple[int, ...]
+from llamarl.models.shape import ModelConfig, Shape
 
 SCALE = "_scale"  # behind the name of a quantised weight: its per-row scales
 HEAD = "lm_head"  # quantised only where asked: every logit passes through it

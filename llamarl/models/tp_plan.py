@@ -23,13 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from llamarl.models.shape import ModelConfig
-from llamarl.models.sharding import (
-    EXPERTS,
-    WHOLE,
-    kind_of,
-    tensor_parallel_box,
-    why_not_split,
-)
+from llamarl.models.sharding import EXPERTS, WHOLE, kind_of, tensor_parallel_box, why_not_split
 from llamarl.models.tp import TensorParallel, copied, gathered, summed
 
 

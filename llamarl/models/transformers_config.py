@@ -8,7 +8,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -29,7 +29,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as SCORERS,
 )
 
-from llamarl.models.shape import HARMLESS, HEADS, LABEL, SCORER, ModelConfig
+from llamarl.models.fsdp import NamedTensors
+from llamarl.models.shape import HARMLESS, HEADS, LABEL, SCORER, ModelConfig, Shapes
 from llamarl.models.sharding import BY_COLUMNS, BY_ROWS, EXPERTS, WHOLE, without_numbers
 
 _RANDOM = re.compile(r".*(dropout|pdrop|jitter_noise|layerdrop)")  # noise of training
@@ -224,7 +225,7 @@ def _config_of(fields: str) -> ModelConfig:
     )
 
 
-def _shapes(named: Iterable[tuple[str, Tensor]]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def _shapes(named: NamedTensors) -> Shapes:
     return tuple((name, tuple(tensor.shape)) for name, tensor in named)
 
 
