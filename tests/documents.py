@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
+from pathlib import Path
 
+from llamarl.__main__ import COMMANDS, num_ranks
 from tests.house import BLOCK, ROOT, blocks, text_of
 
 TINY = ROOT / "llamarl" / "models" / "tiny"
@@ -50,8 +52,22 @@ def commands(text: str = GUIDES) -> list[list[str]]:
     found = []
     for line in dict.fromkeys(lines):
         of_parts = [shlex.split(part, comments=True) for part in line.split("&&")]
-        found += [words for words in of_parts if words]
+        found += [as_recipe(words) for words in of_parts if words]
     return found
+
+
+def as_recipe(words: list[str]) -> list[str]:
+    """A command of the console script as the recipe, or the module, that it runs; others as they
+    are.
+    """
+    name = "".join(words[1:2])
+    if Path(words[0]).name != "llamarl" or name not in COMMANDS:
+        return words
+    num, others = num_ranks(words[2:])
+    module = COMMANDS[name].module
+    if "." in module:
+        return ["python", "-m", module, *others]
+    return ["torchrun", f"--nproc-per-node={num or 1}", f"recipes/{module}.py", *others]
 
 
 def hydra_commands(text: str = GUIDES) -> list[tuple[int, list[str]]]:

@@ -613,8 +613,8 @@ def test_ci_runs_what_the_readme_says():
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
     assert "set -euo pipefail" in script and "torch==2.13.0" in script and "torch==2.13.0" in README
     assert "install -q -e '.[dev]'" in script and '"$bin/pytest"' in script and "-m slow" in script
-    main_job = "--standalone --nproc-per-node=2 recipes/llama_async.py"
-    assert f'"$bin/torchrun" {main_job}' in script and f".venv/bin/torchrun {main_job}" in README
+    main_job = "train -n 2"
+    assert f'"$bin/llamarl" {main_job}' in script and f".venv/bin/llamarl {main_job}" in README
     assert not re.search(r"https?://|--index-url|\.org\b|\.io\b", script)
 
 

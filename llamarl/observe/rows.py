@@ -276,7 +276,7 @@ class RowWriter:
             causes = f" ({idle.shown_causes})" if idle.shown_causes else ""
             lines.append(f"idle       {idle.executor} {idle.share:.0%}{causes}")
         lines.append(f"written    {self.run_dir / FILE_NAME}")
-        lines.append(f"report     python -m llamarl.observe.report {self.run_dir}")
+        lines.append(f"report     llamarl report {self.run_dir}")
         return "\n".join(lines)
 
     def _whole(self, step: int) -> bool:
