@@ -66,6 +66,8 @@ def main(recipe: Callable, kind: JobKind = RL) -> Callable[..., None]:
         if leader and idle:
             warning = f"ranks {show(idle)} host nothing; see placement, or start fewer"
             print(f"warning: {warning}", file=sys.stderr)
+        if leader:  # what follows is silent for some seconds
+            print("llamarl: loading PyTorch, model and data", file=sys.stderr, flush=True)
         recipe(config)
 
     @functools.wraps(recipe)

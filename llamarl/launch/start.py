@@ -157,7 +157,10 @@ def _announce(job: Job) -> None:
         )
     if c.eval.sets and c.is_evaluated:
         print(f"held out {shown_sets(job.inputs.eval_sets)}")
-    print(f"run      {job.files.directory}", flush=True)
+    print(f"run      {job.files.directory}")
+    num_asked = len(job.inputs.eval_prompts)
+    evaluates = f", {num_asked} held-out prompts answered" if num_asked else ""
+    print(f"next     weights are read{evaluates}, and the first step made", flush=True)
 
 
 def announce_world(world: World, ranks: object) -> None:
