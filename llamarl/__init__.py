@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from llamarl.machine.waiting import wait_briefly
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Of llamarl/run.py: to start jobs from Python. Loaded when they are asked for.
 _STARTS = ("Run", "evaluate", "red_team", "reward_model", "sft", "train")

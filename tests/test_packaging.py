@@ -9,6 +9,7 @@ from configparser import ConfigParser
 
 import yaml
 
+import llamarl
 from tests.house import ROOT, text_of
 
 # SHA-256 of https://www.apache.org/licenses/LICENSE-2.0.txt, whose last lines leave a name open.
@@ -17,19 +18,44 @@ OPEN_NAME = "Copyright [yyyy] [name of copyright owner]"
 CHECKS = ("form", "lint", "types")  # the stages of .ci/run that look at files alone
 
 
+def setup_cfg() -> ConfigParser:
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    return setup
+
+
 def test_the_licence_is_apaches_own_text_and_is_packaged():
     text = text_of(ROOT / "LICENSE")
     as_published = text.replace("Copyright the llamarl developers", OPEN_NAME)
     assert hashlib.sha256(as_published.encode()).hexdigest() == APACHE_2
-    setup = ConfigParser()
-    setup.read(ROOT / "setup.cfg")
-    assert setup["metadata"]["license"] == "Apache-2.0"
-    assert setup["metadata"]["license_files"].split() == ["LICENSE"]
+    metadata = setup_cfg()["metadata"]
+    assert metadata["license"] == "Apache-2.0"
+    assert metadata["license_files"].split() == ["LICENSE"]
 
 
-def test_the_changelog_says_what_is_not_released_first():
+def test_the_version_is_said_once_and_the_changelog_has_it():
+    assert setup_cfg()["metadata"]["version"] == "attr: llamarl.__version__"
     headings = re.findall(r"^## (.*)$", text_of(ROOT / "CHANGELOG.md"), re.MULTILINE)
     assert headings[0] == "[Unreleased]"
+    newest = re.escape(f"[{llamarl.__version__}] - ")
+    assert re.fullmatch(newest + r"\d{4}-\d\d-\d\d", headings[1])
+
+
+def test_metadata_say_which_pythons_work():
+    setup = setup_cfg()
+    said = setup["metadata"]["classifiers"].split("\n")
+    versions = [one.rpartition(" ")[2] for one in said if re.search(r":: 3\.\d+$", one)]
+    assert setup["options"]["python_requires"] == f">={versions[0]}"
+    assert f"Python {', '.join(versions[:-1])} or {versions[-1]}" in text_of(ROOT / "README.md")
+
+
+def test_readmes_links_lead_somewhere_from_everywhere():
+    """A package index shows README.md too, and has none of the other files."""
+    targets = re.findall(r"(?<!!)\[[^\]]*\]\(([^)]*)\)", text_of(ROOT / "README.md"))
+    assert not [target for target in targets if not target.startswith(("https://", "#"))]
+
+
+def test_the_changelog_has_the_kinds_of_keep_a_changelog():
     kinds = re.findall(r"^### (.*)$", text_of(ROOT / "CHANGELOG.md"), re.MULTILINE)
     assert set(kinds) <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 

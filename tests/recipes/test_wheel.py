@@ -11,9 +11,12 @@ import sysconfig
 import venv
 import zipfile
 from configparser import ConfigParser
+from email.parser import HeaderParser
 from pathlib import Path
 
 import pytest
+
+import llamarl
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("max_steps=2", "groups_per_step=4", "group_size=4", "eval.num_prompts=8", "eval.every=2")
@@ -98,6 +101,17 @@ def test_a_wheel_has_the_recipes_the_values_the_kernels_and_the_model(wheel):
     assert held == expected
     assert {"llamarl/machine/decode.c", "llamarl/conf/config.yaml"} <= held
     assert {"llamarl/models/tiny/model.safetensors", "llamarl/recipes/evaluate.py"} <= held
+
+
+@pytest.mark.slow
+def test_a_wheel_says_what_it_is(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        metadata = HeaderParser().parsestr(archive.read(name).decode())
+    assert metadata["Version"] == llamarl.__version__
+    assert metadata["License"] == "Apache-2.0" or metadata["License-Expression"] == "Apache-2.0"
+    assert "Programming Language :: Python :: 3.13" in metadata.get_all("Classifier")
+    assert metadata["Keywords"] and metadata["Description-Content-Type"] == "text/markdown"
 
 
 @pytest.mark.slow
