@@ -1,15 +1,20 @@
-"""What a checkout has beside code: a licence, a changelog, hooks that check what .ci/run checks."""
+"""What a checkout has beside code: a licence, a changelog, a Dockerfile, hooks that check what
+.ci/run checks.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import shlex
 from configparser import ConfigParser
 
 import yaml
+from packaging.specifiers import SpecifierSet
 
 import llamarl
+from llamarl.config.command_line import check_command_line
 from tests.house import ROOT, text_of
 
 # SHA-256 of https://www.apache.org/licenses/LICENSE-2.0.txt, whose last lines leave a name open.
@@ -78,3 +83,54 @@ def test_hooks_run_what_ci_runs():
     for hook in repo["hooks"]:
         assert hook["language"] == "system"
         assert hook["pass_filenames"] is False
+
+
+DOCKERFILE = text_of(ROOT / "Dockerfile").replace("\\\n", "")
+
+
+def instructions(name: str) -> list[str]:
+    """Return the arguments of each such instruction of the Dockerfile, in order."""
+    return re.findall(rf"^{name} (.*)$", DOCKERFILE, re.MULTILINE)
+
+
+def arguments() -> dict[str, str]:
+    """Build arguments of the Dockerfile, with their defaults."""
+    return dict(given.partition("=")[::2] for given in instructions("ARG"))
+
+
+def test_the_image_has_a_python_and_a_torch_of_setup_cfg():
+    options = setup_cfg()["options"]
+    (torch,) = re.findall(r"^torch([<>=].*)$", options["install_requires"], re.MULTILINE)
+    given = arguments()
+    assert SpecifierSet(torch).contains(given["TORCH"])
+    assert SpecifierSet(options["python_requires"]).contains(given["PYTHON"])
+    assert f"torch=={given['TORCH']}" in text_of(ROOT / ".ci" / "run")
+    assert {image.split()[0] for image in instructions("FROM")} == {
+        "python:${PYTHON}-slim-bookworm"
+    }
+
+
+def test_what_the_image_copies_is_there_and_reaches_the_builder():
+    copied = []
+    for words in map(str.split, instructions("COPY")):
+        if not words[0].startswith("--from"):
+            copied += [word for word in words[:-1] if not word.startswith("--")]
+    assert all((ROOT / name).exists() for name in copied)
+    lines = text_of(ROOT / ".dockerignore").splitlines()
+    ignored = [line for line in lines if not line.startswith("#")]
+    assert ignored[0] == "*" and ignored[-1] == "**/__pycache__"
+    assert ignored[1:-1] == [f"!{name}" for name in dict.fromkeys(copied)]
+    source = set(setup_cfg()["options"]["packages"].split()) | {"conf", "recipes"}
+    assert {name.partition(".")[0] for name in source} <= set(copied)
+
+
+def test_the_image_runs_modules_without_privileges():
+    assert instructions("USER") == ["1000"]
+    assert DOCKERFILE.index("\nUSER") < DOCKERFILE.index("\nRUN python -m venv")
+    assert json.loads(instructions("ENTRYPOINT")[0]) == ["python", "-m"]
+    module, *overrides = json.loads(instructions("CMD")[0])
+    assert (ROOT / "recipes" / f"{module.removeprefix('llamarl.recipes.')}.py").is_file()
+    check_command_line(overrides)
+    manifest = text_of(ROOT / "docs" / "jobset.yaml")
+    assert "runAsUser: 1000" in manifest and "workingDir: /llamarl" in manifest
+    assert instructions("WORKDIR")[-1] == "/llamarl"
