@@ -54,6 +54,15 @@ def test_metadata_say_which_pythons_work():
     assert f"Python {', '.join(versions[:-1])} or {versions[-1]}" in text_of(ROOT / "README.md")
 
 
+def test_the_page_of_what_it_needs_says_what_setup_cfg_does():
+    options = setup_cfg()["options"]
+    least = re.findall(r"^(?:torch|transformers)>=([\d.]+)", options["install_requires"], re.M)
+    pythons = options["python_requires"].removeprefix(">=")
+    said = f"| {pythons} to 3.13; {least[0]} to 2.13; {least[1]} or later, below 6 |"
+    assert said in text_of(ROOT / "docs" / "quickstart.md")
+    assert "torch>=2.11,<2.14" in options["install_requires"]
+
+
 def test_readmes_links_lead_somewhere_from_everywhere():
     """A package index shows README.md too, and has none of the other files."""
     targets = re.findall(r"(?<!!)\[[^\]]*\]\(([^)]*)\)", text_of(ROOT / "README.md"))
