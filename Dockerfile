@@ -36,6 +36,6 @@ COPY --from=wheel /wheel /wheel
 # hadolint ignore=DL3013
 RUN pip install --no-cache-dir "$(echo /wheel/*.whl)$EXTRAS" "torch==$TORCH"
 COPY --chown=llamarl:llamarl recipes recipes
-# docker run llamarl MODULE WORD ...
-ENTRYPOINT ["python", "-m"]
-CMD ["llamarl.recipes.llama_async", "+dry_run=true"]
+# docker run llamarl COMMAND KEY=VALUE ...
+ENTRYPOINT ["llamarl"]
+CMD ["--help"]

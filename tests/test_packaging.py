@@ -14,7 +14,6 @@ import yaml
 from packaging.specifiers import SpecifierSet
 
 import llamarl
-from llamarl.config.command_line import check_command_line
 from tests.house import ROOT, text_of
 
 # SHA-256 of https://www.apache.org/licenses/LICENSE-2.0.txt, whose last lines leave a name open.
@@ -133,13 +132,12 @@ def test_what_the_image_copies_is_there_and_reaches_the_builder():
     assert {name.partition(".")[0] for name in source} <= set(copied)
 
 
-def test_the_image_runs_modules_without_privileges():
+def test_the_image_runs_llamarl_without_privileges():
     assert instructions("USER") == ["1000"]
     assert DOCKERFILE.index("\nUSER") < DOCKERFILE.index("\nRUN python -m venv")
-    assert json.loads(instructions("ENTRYPOINT")[0]) == ["python", "-m"]
-    module, *overrides = json.loads(instructions("CMD")[0])
-    assert (ROOT / "recipes" / f"{module.removeprefix('llamarl.recipes.')}.py").is_file()
-    check_command_line(overrides)
+    assert json.loads(instructions("ENTRYPOINT")[0]) == ["llamarl"]
+    scripts = setup_cfg()["options.entry_points"]["console_scripts"]
+    assert "llamarl = llamarl.__main__:main" in scripts
     manifest = text_of(ROOT / "docs" / "jobset.yaml")
     assert "runAsUser: 1000" in manifest and "workingDir: /llamarl" in manifest
     assert instructions("WORKDIR")[-1] == "/llamarl"
