@@ -29,6 +29,7 @@ from llamarl.launch.inputs import JobInputs
 from llamarl.launch.job import Job
 from llamarl.launch.scorers import reward_parts
 from llamarl.models.build import Decoder
+from llamarl.models.shape import AUTO
 from llamarl.scoring.ahead import StreamSettings
 from llamarl.scoring.replies import ReplySettings
 from llamarl.scoring.scorer import MakeScorer
@@ -242,7 +243,8 @@ def build_references(
         return []
     return [
         kind(
-            model_path=str(job.inputs.model_path),
+            model_path=next(iter(reference.given.values()), str(job.inputs.model_path)),
+            teachers=reference.teachers if reference.kind == "frozen" else {},
             model_dtype=config.model.dtype,
             temperature=config.temperature,
             microbatch_tokens=config.trainer.microbatch_tokens,
@@ -256,6 +258,6 @@ def build_references(
             lora=job.inputs.lora if reference.kind == "reset" else None,
             weights_form=WeightsForm(dtype=config.model.dtype, transport=config.weights.transport),
             late_ends=late_ends_of(config, job),
-            made_by=config.model.made_by,
+            made_by=AUTO if reference.given else config.model.made_by,
         )
     ]

@@ -1,5 +1,5 @@
 """Reference: adds the logprobs of a language model to groups. The model is the one that training
-started from, or the policy as it was at the last reset.
+started from, another such as a teacher, or the policy as it was at the last reset.
 
     groups    --> Batched, or Streamed --logprobs--> on to the trainer
     stretches --> Streamed, if it has a stream
@@ -20,7 +20,7 @@ next, and all do their share.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ from llamarl.scoring.ahead import StreamSettings
 from llamarl.scoring.reference import Batched, Resets, Streamed, newest_version
 from llamarl.scoring.scorer import Site
 from llamarl.scoring.sharded import ShardedReference
-from llamarl.tickets.prompts import AnyPrompts, note
+from llamarl.tickets.prompts import AnyPrompts, note, part_of
 from llamarl.types import Group, ReferencePolicy, Stretch
 
 # Most stretches that are taken at once; more wait in their channel.
@@ -50,7 +50,8 @@ class Reference(Executor):
     trained at.
 
     model_path: a Hugging Face directory. model_dtype: a name in torch, such as "bfloat16".
-    made_by: of config_of.
+    made_by: of config_of. teachers: directories of the models that score the groups of these parts
+    of a mixture, whose `prompts` say the part; other groups are scored by the model of model_path.
     replicate: copies of the model, each sharded over an equal share of the ranks. tensor_parallel:
     ranks, one after another, that share each layer. groups_per_batch: the most groups that one step
     scores, per data-parallel rank. reproducible: a group's logprobs do not depend on which groups
@@ -58,7 +59,7 @@ class Reference(Executor):
     reset_every: steps after which it becomes the policy (TBA's rho); None: it stays as it was
     loaded. timeout_s: how long a checkpoint waits for such a version. stream: how it reads
     completions while these are sampled; None: it does not. prompts: by ticket, needed with a
-    stream.
+    stream or teachers.
     lora: adapters that are reset, beside weights that stay. weights_form: how a new version's
     weights travel. late_ends: see ShardedReference.
     """
@@ -84,6 +85,7 @@ class Reference(Executor):
     weights_form: WeightsForm = WeightsForm()
     late_ends: LateEnds | None = None
     made_by: str = AUTO
+    teachers: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self):
         self._early: list[Group] = []  # groups that need a later version of the reference
@@ -114,21 +116,18 @@ class Reference(Executor):
             metrics=self.metrics,
             reproducible=self.reproducible,
         )
-        model = ShardedReference(
-            self.model_path,
-            dtype=getattr(torch, self.model_dtype),
-            temperature=self.temperature,
-            microbatch_tokens=self.microbatch_tokens,
-            group=self.group,
-            late_ends=self.late_ends,
-            lora=self.lora,
-            made_by=self.made_by,
-        )
+        model = self._loaded(self.model_path, self.made_by)
         self.decoder = model.decoder
-        self.adapt_decoder(self.decoder)
+        models = {self.model_path: model}
+        for path in self.teachers.values():
+            if path not in models:
+                models[path] = self._loaded(path, AUTO)
+        self._decoders = [one.decoder for one in models.values()]
+        for decoder in self._decoders:
+            self.adapt_decoder(decoder)
         self._logprobs: Batched | Streamed
         if self.stream is None:
-            self._logprobs = Batched(model, site)
+            self._logprobs = Batched(models, site, path_of=self._path_of)
         else:
             self._logprobs = Streamed(
                 model,
@@ -149,6 +148,29 @@ class Reference(Executor):
             )
         self._source = self.inputs.of(Group)
         self._sink = self.outputs.of(Group)
+
+    def _loaded(self, path: str, made_by: str) -> ShardedReference:
+        """Return the model of a directory, of which each rank holds its own part."""
+        return ShardedReference(
+            path,
+            dtype=getattr(torch, self.model_dtype),
+            temperature=self.temperature,
+            microbatch_tokens=self.microbatch_tokens,
+            group=self.group,
+            late_ends=self.late_ends,
+            lora=self.lora,
+            made_by=made_by,
+        )
+
+    def _path_of(self, group: Group) -> str:
+        """Return the directory of the model that scores a group."""
+        if not self.teachers:
+            return self.model_path
+        assert self.prompts is not None, "teachers are by part, which the prompts say"
+        part = part_of(self.prompts[group.ticket])
+        if part is None:
+            return self.model_path
+        return self.teachers.get(part, self.model_path)
 
     def step(self) -> bool:
         """Take in a version that has come, then score the groups that need no newer one, if there
@@ -213,7 +235,7 @@ class Reference(Executor):
             raise NotFinite(
                 f"reference on rank {self.group.rank}, ticket {group.ticket}: its logprobs sum to "
                 f"{float(logprobs.sum())}. The weights of version {self.version} (version 0 is "
-                f"{self.model_path}), or values computed with them, are not finite"
+                f"{self._path_of(group)}), or values computed with them, are not finite"
             )
 
     def waiting_for(self) -> str | None:
@@ -233,8 +255,8 @@ class Reference(Executor):
         if self._resets is None or self.group.device.type == "cuda":
             # Otherwise the parameters are views of the buffers for new versions, and other threads
             # write these.
-            for parameter in self.decoder.parameters():
-                yield local(parameter)
+            for decoder in self._decoders:
+                yield from map(local, decoder.parameters())
         yield from self._logprobs.tensors()
 
     def teardown(self) -> None:

@@ -15,8 +15,8 @@ PARTS = "reward.parts"
 TASK_PARTS = "task.parts"
 EVAL_SETS = "eval.sets"
 SCHEDULES = "loss.schedules"  # by options of the loss
-# Arguments of what the user names, by names that it has.
-OPTIONS = ("task.options", "reward.options", "model.template_options")
+# Arguments of what the user names, by names that it has; teachers, by parts of the task.
+OPTIONS = ("task.options", "reward.options", "model.template_options", "reference.teachers")
 # Where users name sections: the section that has them, the key there, the folder of conf/ that has
 # a file of each kind, the keys of such a file that they lack, and values that no file has. All rows
 # of a set of held-out prompts are held out, so it has no eval_path.

@@ -236,7 +236,11 @@ def _find_shared_models(
     sizes["reference.tensor_parallel"] = c.reference.tensor_parallel
     _find_copies("reference", placed, sizes, found)
     _find_waits("reference", "reference", c, placed, found)
-    _find_uneven("reference", c.reference.tensor_parallel, "model", model, found)
+    asked = {"model": model}
+    if c.reference.given:
+        asked = {f"model {key}": _model_at(path) for key, path in c.reference.given.items()}
+    for name, one in asked.items():
+        _find_uneven("reference", c.reference.tensor_parallel, name, one, found)
     both = sorted(set(placed["reward"]) & set(placed["reference"]))
     leader = placed["reward"][0]
     if shared and len(both) > 1 and leader != placed["reference"][0]:

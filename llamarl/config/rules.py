@@ -23,7 +23,11 @@ from llamarl.config.sections.generator import (
 from llamarl.config.sections.loss import find_loss
 from llamarl.config.sections.model import find_builder
 from llamarl.config.sections.placement import find_asked, find_weights
-from llamarl.config.sections.reference import find_reference, find_reference_stream
+from llamarl.config.sections.reference import (
+    find_reference,
+    find_reference_stream,
+    find_teachers,
+)
 from llamarl.config.sections.reward import find_gold, find_reward
 from llamarl.config.sections.run import find_metrics, find_run
 from llamarl.config.sections.task import (
@@ -89,9 +93,14 @@ def check(
     find_other_temperatures(
         c.generator, c, found, loss=c.loss, reward_kl_coef=c.trainer.reward_kl_coef
     )
-    find_loss(c.loss, found)
+    scorers = {part.settings.kind for part in c.reward_parts}
+    find_loss(c.loss, found, scorers=scorers)
     find_trainer(c.trainer, c, found, loss=c.loss, generator_kind=c.generator.kind)
     find_reference(c.reference, c, found, loss=c.loss, trainer=c.trainer, buffer_kind=c.buffer.kind)
+    parts = None
+    if isinstance(c.task, MixtureSettings):
+        parts = c.task.parts
+    find_teachers(c.reference, found, loss=c.loss, parts=parts)
     find_reference_stream(c.reference, c, found, generator_kind=c.generator.kind, longest=c.longest)
     seeks_novelty = any(part.settings.is_novelty for part in c.reward_parts)
     find_buffer(c.buffer, c, found, loss=c.loss, trainer=c.trainer, seeks_novelty=seeks_novelty)

@@ -64,6 +64,8 @@ def check_inputs(inputs: JobInputs) -> None:
         _check_judges(inputs)
         if c.trainer.critic.path:
             _check_critic(inputs, Path(c.trainer.critic.path))
+        for key, path in c.reference.given.items():
+            _check_reader(inputs, key, Path(path))
         context = model.max_position_embeddings
         if c.longest_asked > context:
             raise ValueError(
@@ -87,11 +89,11 @@ def _check_vocabulary_of_policy(inputs: JobInputs, path: Path, given: str, reads
     """Raise ValueError for a model that has other tokens than the policy. reads: which of the
     policy's tokens it reads.
     """
-    policy = read_config(inputs.model_path)
-    if read_config(path).vocab_size < policy.vocab_size or inputs.has_other_tokens(path):
+    lacking = inputs.lacking(path, read_config(path).vocab_size)
+    if lacking:
         raise ValueError(
-            f"{given}: its vocabulary is not that of the policy, {inputs.model_path}, {reads}; "
-            "need a model with the same tokenizer"
+            f"{given}: its vocabulary is not that of the policy, {inputs.model_path}, {reads}: "
+            f"{lacking}; need a model with the same tokenizer"
         )
 
 
@@ -183,18 +185,16 @@ def _check_judges(inputs: JobInputs) -> None:
         gold.check()
         reference_texts(inputs.eval_sets, inputs.eval_prompts, c.reference_key)
     if c.base is not None:
-        _check_base(inputs, Path(c.base))
+        _check_reader(inputs, "eval.base", Path(c.base))
     if c.embedder is not None:
         inputs.check_embedder(c.embedder, "eval.embedder")
 
 
-def _check_base(inputs: JobInputs, path: Path) -> None:
-    """Check that eval.base is a language model that reads the policy's tokens."""
-    given = f"eval.base={path}"
-    needs = "need the language model that the policy started from"
-    model = _read_language_model(path, given, needs)
-    reads = "and the perplexity is of the policy's tokens"
-    _check_vocabulary_of_policy(inputs, path, given, reads)
+def _check_reader(inputs: JobInputs, key: str, path: Path) -> None:
+    """Check that a key names a language model that can score the policy's tokens."""
+    given = f"{key}={path}"
+    model = _read_language_model(path, given, "need a language model")
+    _check_vocabulary_of_policy(inputs, path, given, "whose tokens it scores")
     inputs.sampled.check_context(model, given)
     inputs.check_weights(path, model)
 

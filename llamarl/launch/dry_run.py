@@ -64,6 +64,9 @@ def dry_run(job: Job) -> None:
             f"victim   {job.inputs.victim_path}, {size:,} parameters in {v.dtype}; "
             f"{v.replies} replies an attack"
         )
+    for key, path in c.reference.given.items():
+        size = num_parameters(read_config(path))
+        print(f"teacher  {key}={path}, {size:,} parameters in {c.model.dtype}")
     for kind, outcomes in scored:
         tried = "" if outcomes is None else ", here given the reference answers"
         print(f"reward   {kind.describe()}{tried}")

@@ -90,6 +90,8 @@ def _models(inputs: JobInputs) -> dict[str, ModelParts]:
     found: dict[str, ModelParts] = {"model.path": policy}
     if c.trainer.critic.path:
         found["trainer.critic.path"] = parts_of(c.trainer.critic.path)
+    for key, path in c.reference.given.items():
+        found[key] = parts_of(path)
     gold = gold_kind(inputs)
     if gold is not None and gold.model is not None:
         found["eval.gold"] = gold.model
@@ -105,7 +107,8 @@ def _kept(inputs: JobInputs) -> list[str]:
     c = inputs.config
     # If it is needed as training started from it, under adapters, as a reference or as an embedder,
     # the checkpoint does not hold it.
-    starts_here = c.trainer.lora.rank > 0 or c.reference.kind != "none"
+    refers = c.reference.kind != "none" and not c.reference.given
+    starts_here = c.trainer.lora.rank > 0 or refers
     if starts_here or c.eval.embedder == START:
         return ["trainer.critic.path"]
     return ["model.path", "trainer.critic.path"]

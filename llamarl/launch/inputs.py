@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 
 from llamarl.config.command_line import Config
@@ -130,6 +131,14 @@ class JobInputs:
         """The directory of the victim; None without one."""
         victim = self.config.victim
         return None if isinstance(victim, NoVictimSettings) else Path(victim.path or TINY_MODEL)
+
+    @property
+    def reference_paths(self) -> list[Path]:
+        """The directories of the reference's models, each once."""
+        given = dict.fromkeys(self.config.reference.given.values())
+        if not given:
+            return [self.model_path]
+        return list(map(Path, given))
 
     @cached_property
     def victim_tokenizer(self):
@@ -257,13 +266,22 @@ class JobInputs:
                 f"{file}: its chat template failed ({what}); {remedy}, or set task.chat=false"
             ) from error
 
-    def has_other_tokens(self, path: Path) -> bool:
-        """Whether the directory has a tokenizer that gives a token of the policy's another id."""
-        if not (path / "tokenizer_config.json").is_file():
-            return False
-        theirs = read_tokenizer(path, chat=False).get_vocab()
-        ours = self.tokenizer.get_vocab()
-        return any(theirs.get(token) != index for token, index in ours.items())
+    def lacking(self, path: Path, rows: int) -> str:
+        """Return the first of the policy's tokens that a model of so many rows does not have at its
+        id, in words; "" if it has all. Without a tokenizer in its directory the rows alone say it.
+        """
+        theirs = ours = self.tokenizer.get_vocab()
+        if (path / "tokenizer_config.json").is_file():
+            theirs = read_tokenizer(path, chat=False).get_vocab()
+        for token, index in sorted(ours.items(), key=itemgetter(1)):
+            if theirs.get(token) != index:
+                there = "no id"
+                if token in theirs:
+                    there = f"id {theirs[token]}"
+                return f"token {token!r} has id {index}, and {there} in {path}"
+            if index >= rows:
+                return f"token {token!r} has id {index}, and {path} has {rows} rows"
+        return ""
 
     def decode_answer(self, token_ids: list[int]) -> str:
         """Return the text of a reply's tokens."""

@@ -188,16 +188,19 @@ def _reference(job: Job) -> Iterator[Price]:
         return
     dtype = job.config.model.dtype
     ranks = job.placement["reference"]
-    model = read_config(job.inputs.model_path)
-    weights = job.placement.weights_bytes("reference", model, dtype)
-    # The second one receives the next version, unless that is of adapters alone.
-    held = weights if r.kind == "frozen" or job.inputs.lora else 2 * weights
-    if r.stream:
-        tokens = job.placement.stream_cache_tokens("reference")
-        held += cache_bytes(model, tokens, dtype, r.tensor_parallel)
-    yield Price(
-        "reference", ranks, held, asking_bytes(model, job.placement.longest_microbatch, dtype)
-    )
+    for path in job.inputs.reference_paths:
+        model = read_config(path)
+        weights = job.placement.weights_bytes("reference", model, dtype)
+        # The second one receives the next version, unless that is of adapters alone.
+        held = weights if r.kind == "frozen" or job.inputs.lora else 2 * weights
+        if r.stream:
+            tokens = job.placement.stream_cache_tokens("reference")
+            held += cache_bytes(model, tokens, dtype, r.tensor_parallel)
+        working = asking_bytes(model, job.placement.longest_microbatch, dtype)
+        name = "reference"
+        if r.given:
+            name = f"reference {path}"
+        yield Price(name, ranks, held, working)
 
 
 def _victim(job: Job) -> Iterator[Price]:

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -51,14 +51,26 @@ _KEPT_A_SLOT = 16
 
 
 class Batched:
-    """Computes all groups that have come at once. Used on the first rank, as Streamed is."""
+    """Computes all groups that have come at once. Used on the first rank, as Streamed is.
 
-    def __init__(self, model: ShardedReference, site: Site):
+    models: by their directories. path_of: says which of them scores a group.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, ShardedReference],
+        site: Site,
+        *,
+        path_of: Callable[[Group], str],
+    ):
         self._site = site
+        self._path_of = path_of
         self._waiting: list[Group] = []
         self._done: deque[tuple[Group, Tensor]] = deque()
-        compute = partial(model.logprobs, together=not site.reproducible)
-        site.together.add("score", CollectiveCall(compute, to_message, from_message))
+        for path, model in models.items():
+            compute = partial(model.logprobs, together=not site.reproducible)
+            call = CollectiveCall(compute, to_message, from_message)
+            site.together.add(f"score by {path}", call)
 
     @property
     def num_waiting(self) -> int:
@@ -76,10 +88,17 @@ class Batched:
         """Compute all groups that wait, with all ranks. False if there were none."""
         if not self._waiting:
             return False
-        groups = self._waiting
+        by_path: dict[str, list[int]] = defaultdict(list)  # places of the groups
+        for place, group in enumerate(self._waiting):
+            by_path[self._path_of(group)].append(place)
+        found: dict[int, Tensor] = {}
+        for path, places in by_path.items():
+            asked = [asked_of(self._waiting[place]) for place in places]
+            logprobs = self._site.together.call(f"score by {path}", asked)
+            found.update(zip(places, logprobs))
+        for place, group in enumerate(self._waiting):
+            self._done.append((group, found[place]))
         self._waiting = []
-        found = self._site.together.call("score", [asked_of(group) for group in groups])
-        self._done += zip(groups, found)
         return True
 
     def next_done(self) -> tuple[Group, Tensor] | None:

@@ -2,6 +2,7 @@
 None to abstain.
 
     exact_match numeric_match contains_words reasoning_gym_score    here
+    zero                                                            here
     math_match                                                      math_answers.py
     python_tests                                                    programs.py
     thinking_form soft_length one_language                          thinking.py
@@ -35,6 +36,7 @@ __all__ = [
     "reasoning_gym_score",
     "soft_length",
     "thinking_form",
+    "zero",
 ]
 
 _NUMBER = re.compile(
@@ -86,6 +88,11 @@ def reasoning_gym_score(prompt: str, completion_text: str, meta: dict) -> float:
     answer = candidates[-1].strip() if candidates else ""
     score = float(_reasoning_gym_dataset(*made_from).score_answer(answer, entry))
     return score if score > 0.01 else 0.0
+
+
+def zero(prompt: str, completion_text: str, meta: dict) -> float:
+    """Return 0, for prompts without answers and a loss that learns from a teacher (distill)."""
+    return 0.0
 
 
 def final_number(text: str) -> Decimal | None:

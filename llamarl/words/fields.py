@@ -93,6 +93,9 @@ Texts = Annotated[list[AnyText], Field(description="a list of texts such as [a,b
 Options = Annotated[
     dict[Annotated[str, Strict()], object], Field(description="a section of your own keys")
 ]
+Paths = Annotated[
+    dict[Annotated[str, Strict()], Text], Field(description="directories by name such as {a: DIR}")
+]
 RankList = Annotated[list[Whole], Field(description="a list of ranks such as [0,1]")]
 Count = Annotated[Whole, Field(ge=1, description="a whole number of at least 1")]
 Natural = Annotated[Whole, Field(ge=0, description="a whole number of at least 0")]

@@ -23,6 +23,7 @@ from llamarl.models.hf import named_parameters_hf
 from llamarl.scoring import sharded
 from llamarl.scoring.ahead import LogprobHead, StreamSettings
 from llamarl.scoring.growing import Piece
+from llamarl.tasks.forms import PART_KEY, REWARD_KEY
 from llamarl.types import Group, Prompt, ReferencePolicy, Stretch
 from tests.build.group import build_group
 from tests.build.model_directory import write_model
@@ -201,6 +202,30 @@ def test_scoring_leaves_weights_and_gradients_alone(model):
     scored(ours, group())
     for p, was in zip(ours.decoder.parameters(), before):
         assert torch.equal(p, was) and p.grad is None and not p.requires_grad
+
+
+def test_a_group_of_a_mixture_is_scored_by_the_teacher_of_its_part(model, tmp_path):
+    """Its teacher has other widths and a padded vocabulary; a part without one has the default."""
+    teacher = write_model(tmp_path / "teacher", CONFIG | {"hidden_size": 24, "vocab_size": 32})
+    parts = {4: "b", 2: "a", 9: "b", 5: "c"}
+
+    def prompt_of(ticket):
+        return Prompt(torch.zeros(1), "", {PART_KEY: parts[ticket], REWARD_KEY: "m:f"})
+
+    teachers = {"b": str(teacher), "c": str(model)}
+    ours = reference(model, teachers=teachers, prompts=FakeStream(prompt_of))
+    groups = [group(ticket, lengths=(ticket, 2)) for ticket in parts]
+    give(ours, *groups)
+    found = sent(ours)
+    assert list(found) == list(parts), "in the order in which they came"
+    for ticket, g in zip(parts, groups):
+        path = teacher if parts[ticket] == "b" else model
+        assert_close(found[ticket].ref_logprobs, one_by_one(path, g))
+    weights = []
+    for decoder in ours._decoders:
+        weights += decoder.parameters()
+    assert len(ours._decoders) == 2
+    assert [p.data_ptr() for p in weights] == [p.data_ptr() for p in ours.offloadable()]
 
 
 # --- With a stream: completions are read while they grow ---

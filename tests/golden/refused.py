@@ -41,6 +41,7 @@ SHORT = {
     "GAE": "loss=ppo trainer.advantages=gae",
     "SPLIT": "buffer=replay buffer.draw=split loss=tb reference=frozen",
     "TURNS": "offload=true max_lag=0 placement.colocate=[trainer,generator]",
+    "MIXED": "'task.parts={a: {kind: addition}, b: {kind: questions}}'",
     "LINE": "{kind: linear, final: 5, end_step: 5}",
     "TINY": str(tiny_directory()),
 }

@@ -2,6 +2,7 @@
 by file and field.
 """
 
+import json
 import logging
 import shutil
 from pathlib import Path
@@ -17,7 +18,7 @@ from llamarl.models.build import build_decoder, read_config
 from llamarl.models.hf import load_weights
 from llamarl.scoring.kinds.function import FunctionKind
 from llamarl.types import MESSAGES_KEY
-from tests.build.model_directory import copy_tiny
+from tests.build.model_directory import copy_tiny, write_model
 from tests.build.rows import write_rows
 from tests.build.user_module import write_modules
 from tests.judge_server import JudgeServer
@@ -203,6 +204,46 @@ def test_a_value_model_of_other_tokens_is_refused(model):
     path = value_model(model)
     swap_tokens(path)
     assert "its vocabulary is not that of the policy" in model_refusal(model, *own_critic(path))
+
+
+TEACHER = "loss=distill reference.path={}"
+
+
+def test_a_teacher_may_have_another_architecture_and_a_padded_vocabulary(model, tmp_path):
+    padded = padded_directory(tmp_path / "padded")
+    check_inputs(model_job(model, *TEACHER.format(padded).split()).inputs)
+    check_inputs(model_job(padded, *TEACHER.format(model).split()).inputs)
+    wide = {"vocab_size": 64, "hidden_size": 96, "num_hidden_layers": 2}
+    write_model(tmp_path / "wide", json.loads((model / "config.json").read_text()) | wide)
+    check_inputs(model_job(model, *TEACHER.format(tmp_path / "wide").split()).inputs)
+
+
+@pytest.mark.parametrize("key", ["reference.path", "reference.teachers.b"])
+def test_a_teacher_of_other_tokens_is_refused_with_both_paths_and_the_first_of_them(
+    model, tmp_path, key
+):
+    other = copy_tiny(tmp_path / "teacher")
+    swap_tokens(other)
+    words = ["loss=distill", f"{key}={other}", f"reference.path={other}"]
+    if key != "reference.path":
+        parts = "task.parts={b: {kind: addition}, c: {kind: addition}}"
+        words = ["loss=distill", f"{key}={other}", f"reference.path={model}", "task=mixture", parts]
+    said = model_refusal(model, *words)
+    assert said.startswith(f"{key}={other}: its vocabulary is not that of the policy, {model}")
+    assert f"token '7' has id 11, and id 12 in {other}; need a model with the same" in said
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"vocab_size": 40}, "and {} has 40 rows"),
+        ({"max_position_embeddings": 8}, "its context is 8 tokens, but"),
+        ({"intermediate_size": 100}, "weights do not fit config.json"),
+    ],
+)
+def test_a_teacher_that_does_not_fit_is_refused(model, tmp_path, changes, said):
+    other = copy_tiny(tmp_path / "teacher", **changes)
+    assert said.format(other) in model_refusal(model, *TEACHER.format(other).split())
 
 
 def test_fragments_that_keep_no_projection_are_refused_where_something_is_quantised(model):

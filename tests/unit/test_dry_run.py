@@ -204,6 +204,25 @@ def test_every_model_is_priced_on_the_ranks_that_hold_it_in_its_dtype(tmp_path):
     assert by_rank[3] == by_rank[4] == held + most
 
 
+def test_each_teacher_is_priced_once_by_its_own_size(tmp_path, capsys):
+    small = copy_tiny(tmp_path / "small", num_hidden_layers=1)
+    parts = "task.parts={a: {kind: addition}, b: {kind: addition}, c: {kind: questions}}"
+    by_part = {"a": small, "b": small, "c": tiny_directory()}
+    teachers = [f"reference.teachers.{part}={path}" for part, path in by_part.items()]
+    job = job_of(
+        "loss=distill", "task=mixture", parts, "placement.reference=[1]", *teachers, ranks=2
+    )
+    found = by_name(job)
+    assert {name for name in found if name.startswith("reference")} == {
+        f"reference {small}",
+        f"reference {tiny_directory()}",
+    }
+    for path in (small, tiny_directory()):
+        price = found[f"reference {path}"]
+        assert price.ranks == (1,) and price.held == 4 * num_parameters(read_config(path))
+    assert found[f"reference {small}"].held < 0.5 * 4 * POLICY
+
+
 def test_a_critic_of_its_own_costs_what_a_policy_does():
     several = "trainer.microbatch_tokens=100"  # in an update
     shared = job_of("loss=ppo", "trainer.advantages=gae", several)

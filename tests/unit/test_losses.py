@@ -286,6 +286,7 @@ KNOBS = [
         ("online_dpo", {"beta": -1.0}, "more than 0"),
         ("tba", {"beta": -1.0}, "at least 0"),
         ("kimi_k2", {"tau": -1.0}, "at least 0"),
+        ("distill", {"reward_weight": -1.0}, "at least 0"),
     ],
 )
 def test_impossible_options_are_refused(name, options, message):
@@ -293,7 +294,7 @@ def test_impossible_options_are_refused(name, options, message):
         problem().call(PUBLISHED[name], **options)
 
 
-@pytest.mark.parametrize("name", ["online_dpo", "tb", "tba"])
+@pytest.mark.parametrize("name", ["online_dpo", "tb", "tba", "distill"])
 def test_a_loss_that_compares_with_a_reference_needs_one(name):
     with pytest.raises(ValueError, match="reference=frozen"):
         replace(problem(), ref=None).call(PUBLISHED[name])

@@ -98,6 +98,14 @@ HAND = [
     ("tb", {"beta": 0.5}, 0.25 * (2 * (1 - LOG2) ** 2 + 8) / 4),
     # A - beta (log L - mean): 0.5 - log2/2, -0.5 + log2/2; 1, -1; weights 2 and 0.5, 1; 4, 1 and 1
     ("tba", {"beta": 0.5}, LOG2 * ((2.5 - 1) * (0.5 - LOG2 / 2) + 4 - 2) / 6),
+    # log(ref/pi) is -log 2 twice, 0 and 0, -log 2, log 2; weights 2, 0.5, 1, 4, 1 and 1
+    ("distill", {}, LOG2 * (-2.5 * LOG2) / 6),
+    # weights 1.5, 0.5, 1, 1.5, 1 and 1, and twice the advantages beside the teacher's
+    (
+        "distill",
+        {"reward_weight": 2.0, "ratio_cap": 1.5},
+        LOG2 * (2 * (1 - LOG2) - 1 + 3 - (2 + LOG2) - (2 - LOG2)) / 6,
+    ),
     # A - tau log(pi/mu)(y): 0.5, -0.5; 1 - 2 log2 / 2, -1
     ("kimi_k2", {"tau": 0.5}, LOG2 * (2.5 * 0.5 - 0.5 + 4 * (1 - LOG2) - 2) / 6),
 ]
@@ -156,6 +164,81 @@ def test_a_group_with_one_trained_completion_couples_with_nothing():
     for name in ("tb", "online_dpo", "best_of_n"):
         assert (alone.gradient(PUBLISHED[name])[:3] == 0).all()
         assert (p.gradient(PUBLISHED[name])[:2] != 0).all()
+
+
+# --- distillation, over all completions of two tokens ---
+
+
+VOCAB = 3
+
+
+def next_tokens(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits of a random policy: [V] of the first token, and [V, V] of the second by the
+    first.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    shapes = ((VOCAB,), (VOCAB, VOCAB))
+    first, second = (torch.randn(s, generator=draw, dtype=torch.float64) for s in shapes)
+    return first, second
+
+
+def mean_gradients(sampler, advantage):
+    """The mean over what the sampler samples of the gradients in the policy's logits, of a loss of
+    (log pi, log mu, log ref) of two tokens.
+    """
+    policy = [logits.requires_grad_() for logits in next_tokens(0)]
+    tables = (policy, sampler, next_tokens(2))
+    logs = []
+    for first, second in tables:
+        logs.append((first.log_softmax(-1), second.log_softmax(-1)))
+    mean = 0.0
+    for a, b in torch.cartesian_prod(torch.arange(VOCAB), torch.arange(VOCAB)).tolist():
+        both = []
+        for first, second in logs:
+            both.append(torch.stack([first[a], second[a, b]]))
+        pi, mu, ref = both
+        mean = mean + mu.sum().exp().detach() * advantage(pi, mu.detach(), ref)
+    return policy, logs, torch.autograd.grad(mean, policy, retain_graph=True)
+
+
+def kl_of_tokens(logs, prefixes, p: int, q: int) -> torch.Tensor:
+    """sum_t KL(p(.|s_t) || q(.|s_t)) in the mean over these prefixes [V]; p, q: places in logs."""
+    first, second = ((logs[p][i].exp() * (logs[p][i] - logs[q][i])).sum(-1) for i in (0, 1))
+    return first + (prefixes * second).sum()
+
+
+@pytest.mark.parametrize("sampler", [0, 1], ids=["on-policy", "off-policy"])
+def test_the_mean_gradient_of_distill_is_that_of_the_reverse_kl_of_each_token(sampler):
+    """Whoever samples, if its weights are not capped; prefixes are the sampler's and held fixed."""
+
+    def loss_of(pi, mu, ref):
+        both = torch.ones(2, dtype=torch.bool)
+        inputs = inputs_of(pi, mu, ref, torch.ones(2), both, num_loss_tokens=1)
+        loss, metrics = PUBLISHED["distill"](inputs, ratio_cap=None)
+        assert metrics["loss/teacher_kl"].item() == pytest.approx((mu - ref).sum().item())
+        return loss
+
+    policy, logs, got = mean_gradients(next_tokens(sampler), loss_of)
+    prefixes = logs[1][0].exp().detach()
+    wanted = torch.autograd.grad(kl_of_tokens(logs, prefixes, 0, 2), policy)
+    for mine, theirs in zip(got, wanted, strict=True):
+        assert theirs.abs().max() > 0.01
+        torch.testing.assert_close(mine, theirs, atol=1e-14, rtol=1e-12)
+
+
+def test_with_the_samplers_logprobs_it_would_leave_the_sampler_off_policy():
+    """What the docstring of distill says of Tinker's advantage."""
+
+    def loss_of(pi, mu, ref):
+        both = torch.ones(2, dtype=torch.bool)
+        inputs = inputs_of(pi, mu, None, ref - mu, both, num_loss_tokens=1)
+        return PUBLISHED["aipo"](inputs, ratio_cap=None)[0]
+
+    policy, logs, got = mean_gradients(next_tokens(1), loss_of)
+    prefixes = logs[1][0].exp().detach()
+    drives = kl_of_tokens(logs, prefixes, 0, 2) - kl_of_tokens(logs, prefixes, 0, 1)
+    for mine, theirs in zip(got, torch.autograd.grad(drives, policy), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-14, rtol=1e-12)
 
 
 # --- gradients of the papers ---

@@ -81,7 +81,8 @@ def find_buffer(
     """Find what cannot be drawn from a replay buffer. seeks_novelty: whether a reward does."""
     if isinstance(buffer, FifoBufferSettings):
         return
-    _find_sizes(buffer, run, found, by_token=trainer.advantages == "gae")
+    by_token = trainer.advantages == "gae" or loss.ignores_rewards
+    _find_sizes(buffer, run, found, by_token=by_token)
     # A user's own loss tells its marks only once it is imported, which is later.
     needs_whole = loss.fn in declarations() and not declares(loss.fn, "group_means")
     if buffer.draw == "split" and needs_whole:

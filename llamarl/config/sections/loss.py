@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -71,6 +71,10 @@ class LossOptions:
     """gamma of that target."""
     tau: NonNegative
     """Coefficient of log(policy/generator) of a completion (Kimi K2)."""
+    reward_weight: NonNegative
+    """Weight of the reward's advantages beside the teacher's (distill); 0: the reward is only
+    measured.
+    """
     length_normalize: Flag
     """Mean over the tokens of a completion in place of their sum."""
 
@@ -135,6 +139,13 @@ class LossSettings:
     options: Annotated[Options, Flat(known=LossOptions)]
     """Every further key of loss.*, for the function alone."""
 
+    @property
+    def ignores_rewards(self) -> bool:
+        """Whether the loss learns from a teacher alone, so that rewards are only measured."""
+        if self.fn != "distill" or "reward_weight" in self.schedules:
+            return False
+        return not self.options.get("reward_weight")
+
     def options_for(self, taken: set[str]) -> dict[str, object]:
         """Return the options for a function that takes these. A user's function need not take the
         options of the package's losses.
@@ -156,8 +167,10 @@ def published_losses() -> dict[str, Mapping[str, object]]:
     return {file.stem: sections(OmegaConf.load(file))["loss"] for file in files}
 
 
-def find_loss(loss: LossSettings, found: Findings) -> None:
-    """Find a loss that does not exist, and options that it does not take or that are impossible."""
+def find_loss(loss: LossSettings, found: Findings, *, scorers: Collection[str]) -> None:
+    """Find a loss that does not exist, and options that it does not take or that are impossible.
+    scorers: the kinds of what gives the reward.
+    """
     losses, published = declarations(), published_losses()
     if ":" in loss.fn:
         _find_own_loss(loss, found)
@@ -171,6 +184,14 @@ def find_loss(loss: LossSettings, found: Findings) -> None:
     else:
         _find_options(loss, losses[loss.fn].options, found)
     _find_schedules(loss, found)
+    if loss.ignores_rewards and not {"function", "environment"}.issuperset(scorers):
+        found.add(
+            "a model would score every completion, and nothing would be learned from that; "
+            "reward=function (eval.gold measures held-out completions alone), or "
+            "loss.reward_weight=1",
+            "reward.kind",
+            "loss.reward_weight",
+        )
 
 
 def _find_options(loss: LossSettings, taken: Sequence[str], found: Findings) -> None:

@@ -92,7 +92,7 @@ def _find_unbounded(
 
 
 # Losses whose optimum is a distribution: a group of equal outcomes says as much of it as any other.
-_OF_DISTRIBUTIONS = ("tb", "tba")
+_OF_DISTRIBUTIONS = ("tb", "tba", "distill")
 
 
 @settings_dataclass

@@ -247,12 +247,19 @@ def _find_advantages(
     trainer: TrainerSettings, run: RunSettings, found: Findings, *, loss: LossSettings
 ) -> None:
     """Find advantages that are always 0, or that nothing can use."""
-    if trainer.advantages != "gae" and run.group_size < 2:
+    if trainer.advantages != "gae" and run.group_size < 2 and not loss.ignores_rewards:
         found.add(
             "a group of one has no baseline, so its advantage is always 0; need at least 2, "
             "or trainer.advantages=gae",
             "group_size",
             "trainer.advantages",
+        )
+    if trainer.filter_groups and loss.fn == "distill":
+        found.add(
+            "a teacher has something to say of groups of equal rewards too; "
+            "trainer.filter_groups=false",
+            "trainer.filter_groups",
+            "loss.fn",
         )
     if trainer.advantages not in ("gae", "turns"):
         return

@@ -14,7 +14,7 @@ import inspect
 from llamarl.learning.losses.best_of_group import best_of_n, online_dpo
 from llamarl.learning.losses.clipped import clipped, proximal_rloo
 from llamarl.learning.losses.common import Loss, has_mark
-from llamarl.learning.losses.policy_gradient import kimi_k2, policy_gradient, tba
+from llamarl.learning.losses.policy_gradient import distill, kimi_k2, policy_gradient, tba
 from llamarl.learning.losses.reinforce import copg, reinforce, rloo
 from llamarl.learning.losses.tb import tb
 from llamarl.words.names import NoFunction, did_you_mean, import_function
@@ -31,6 +31,7 @@ LOSSES: dict[str, Loss] = {
     "tb": tb,
     "tba": tba,
     "kimi_k2": kimi_k2,
+    "distill": distill,
 }
 REGULARISERS = ("kl_coef", "kl_estimator", "entropy_coef")  # of `regularised`, around every loss
 

@@ -1,5 +1,5 @@
 """The policy gradient with an importance weight that is truncated, masked or both; and with an
-advantage that is regularised (tba, kimi_k2).
+advantage that is regularised (tba, kimi_k2) or a teacher's (distill).
 
 Published as AIPO, CISPO, Dr. GRPO and IcePop: conf/loss has the values of each.
 """
@@ -173,3 +173,50 @@ def kimi_k2(
         normalize=normalize,
     )
     return loss, metrics | {"kimi/log_ratio/completions": log_pi_mu.sum()}
+
+
+@token_advantages
+@uses_all_completions
+@needs_reference
+def distill(
+    inputs: LossInputs,
+    *,
+    reward_weight: float = 0.0,
+    ratio_cap: Bound = 4.0,
+    ratio_mask_low: Bound = None,
+    ratio_mask_high: Bound = None,
+    ratio_level: str = "token",
+    normalize: str = "tokens",
+) -> LossAndMetrics:
+    """-sum_t sg( min(pi/mu, rho) (log ref_t - log pi_t + reward_weight A_t) ) log pi / Z
+
+    The policy gradient whose advantage is minus one sample of the reverse KL to a teacher
+    ("On-Policy Distillation", Thinking Machines, 2025; discount 0). ref = ref_logprobs, the
+    teacher's; pi = trainer_logprobs; mu = generator_logprobs; A = advantages, of the rewards; rho =
+    ratio_cap; tensors [T], nats. Z and the knobs: see `policy_gradient`. Without a cap and with
+    reward_weight 0 the mean gradient is that of sum_t KL(pi(.|s_t) || ref(.|s_t)), s_t = the
+    prefixes that mu sampled, whatever mu is.
+
+    Tinker's advantage has log mu_t in place of log pi_t, which is the same on-policy. Off-policy
+    its mean gradient is that of KL(pi || ref) - KL(pi || mu): it drives the policy away from mu.
+
+    metrics: loss/teacher_kl (log mu - log ref, whose mean is the sampler's KL to the teacher), and
+    those of `policy_gradient`. ValueError without ref_logprobs, for reward_weight < 0, or
+    impossible options.
+    """
+    ref_logprobs = reference_of(inputs, "distill")
+    if not reward_weight >= 0:
+        raise ValueError(f"reward_weight={reward_weight}: need at least 0")
+    mask = inputs.loss_mask
+    of_teacher = -log_ratio(inputs, ref_logprobs).detach()
+    of_reward = reward_weight * masked(inputs.advantages, mask)
+    loss, metrics = policy_gradient(
+        replace(inputs, advantages=of_teacher + of_reward),
+        ratio_cap=ratio_cap,
+        ratio_mask_low=ratio_mask_low,
+        ratio_mask_high=ratio_mask_high,
+        ratio_level=ratio_level,
+        normalize=normalize,
+    )
+    kl = masked(inputs.generator_logprobs, mask) - masked(ref_logprobs, mask)
+    return loss, metrics | {"loss/teacher_kl": kl.sum()}

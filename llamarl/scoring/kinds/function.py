@@ -49,7 +49,8 @@ class FunctionKindSettings(KindSettings):
             found.add(f"{what}; {remedy}", given.key("options"), given.key("fn"))
         for answer_key in run.unanswered:
             what = "the task's own reward compares with the row's answer, and the rows have none"
-            remedy = f"{given.key('fn')}=module:function, or {answer_key}=answer"
+            fn = f"{given.key('fn')}=module:function (rewards:zero with loss=distill)"
+            remedy = f"{fn}, or {answer_key}=answer"
             found.add(f"{what}; {remedy}", answer_key, given.key("fn"))
 
 
