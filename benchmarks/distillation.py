@@ -32,6 +32,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import statistics
 import sys
 from collections.abc import Iterator
@@ -150,11 +151,14 @@ def script(name: str, *words: str, fine: int = 0) -> Finished:
 
 
 def make_teacher(folder: Path) -> Path:
-    """Return what the main job makes of the embedded model, made once."""
-    steps = f"max_steps={TEACHER_STEPS}"
-    model = folder / "teacher" / "checkpoints" / f"step_{TEACHER_STEPS}" / "hf"
-    if not (model / "config.json").is_file():
-        finished(job_command(folder / "teacher", [steps, "eval.every=50"]))
+    """Return what the main job makes of the embedded model, made once, apart from its run: scripts
+    take the settings of a run that a model lies in.
+    """
+    model = folder / "teacher"
+    if not model.is_dir():
+        run = folder / "teacher_run"
+        finished(job_command(run, [f"max_steps={TEACHER_STEPS}", "eval.every=50"]))
+        shutil.copytree(run / "checkpoints" / f"step_{TEACHER_STEPS}" / "hf", model)
     return model
 
 
@@ -296,7 +300,7 @@ def page(results: dict) -> str:
         "",
         f"`benchmarks/distillation.py`, on one core of a shared {cpu}.",
         f"Student: {results['student']}.",
-        f"Teacher: {results['teacher']}, with {percent(results['teacher_accuracy'])} % right.",
+        f"Teacher: {results['teacher']}, {percent(results['teacher_accuracy'])} % right.",
         f"Mean held-out accuracy in percent of {num_seeds} seeds, by completions trained on; the",
         "range of the last; trained tokens and CPU seconds (SFT: with the teacher's sampling).",
         "",
@@ -330,13 +334,12 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f}"
 
 
-def accuracy_of(model: Path, words: tuple[str, ...]) -> float:
-    """Return a model's held-out accuracy."""
-    folder = model / ".." / "measured"
-    folder.mkdir(exist_ok=True)
-    given = [f"model.path={model}", *words, f"out={folder / 'answers.jsonl'}", "threads=1"]
+def accuracy_of(model: Path, words: tuple[str, ...], folder: Path) -> float:
+    """Return a model's held-out accuracy. folder: where its answers are written."""
+    out = folder / "answers.jsonl"
+    given = [f"model.path={model}", *words, f"out={out}", "threads=1"]
     script("evaluate.py", *given, "samples=0")
-    lines = (folder / "answers.jsonl").read_text().splitlines()
+    lines = out.read_text().splitlines()
     return statistics.mean(json.loads(line)["score"] for line in lines)
 
 
@@ -371,8 +374,8 @@ def measure(args: argparse.Namespace, words: tuple[str, ...]) -> None:
     results = {
         "machine": machine(),
         "student": args.student.name,
-        "teacher": args.teacher.name if args.teacher else f"it after {TEACHER_STEPS} steps of RL",
-        "teacher_accuracy": accuracy_of(teacher, words),
+        "teacher": args.teacher.name if args.teacher else f"tiny after {TEACHER_STEPS} steps of RL",
+        "teacher_accuracy": accuracy_of(teacher, words, args.runs),
         "runs": [],
     }
     if args.json.is_file():
