@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
 from llamarl.models.decoder import Decoder
+
+# isort: split
+import torch
 
 
 @torch.no_grad()

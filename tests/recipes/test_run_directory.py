@@ -31,6 +31,7 @@ from llamarl.checkpoint.checkpointer import Checkpointer, verify
 from llamarl.comm.groups import World
 from llamarl.config.command_line import compose_config
 from llamarl.config.conversion import load_config
+from llamarl.disk import files
 from llamarl.disk.files import DirectoryLock, replace_text
 from llamarl.errors import CheckpointError, InUse, RunDirectoryError
 from llamarl.inference.partials import pack
@@ -545,7 +546,7 @@ def test_what_is_in_the_lock_of_a_directory_is_for_people_alone(tmp_path):
 
 def test_jobs_that_begin_in_the_same_second_have_a_directory_each(job, monkeypatch):
     """Each has seen that there was none: they make it at once."""
-    monkeypatch.setattr(run_directory.time, "strftime", lambda format: "now")
+    monkeypatch.setattr(files.time, "strftime", lambda format: "now")
     makes = Path.mkdir
     together = threading.Barrier(4)
 
@@ -556,7 +557,7 @@ def test_jobs_that_begin_in_the_same_second_have_a_directory_each(job, monkeypat
 
     monkeypatch.setattr(Path, "mkdir", mkdir)
     with ThreadPoolExecutor(4) as threads:
-        made = list(threads.map(lambda _: run_directory._new_directory(), range(4)))
+        made = list(threads.map(lambda _: files.new_directory(files.RUNS), range(4)))
     assert sorted(path.name for path in made) == ["now", "now-2", "now-3", "now-4"]
 
 
