@@ -31,6 +31,7 @@ from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.sampling_params import RequestOutputKind
 
 EMBEDDING = "embed_tokens.weight"  # the end of its name
@@ -85,7 +86,7 @@ class Worker:
             weights = iter(self.weights.items())
             self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
             if not torch.cuda.is_available():
-                self.engine.collective_rpc(_pack_experts)
+                self.engine.collective_rpc(_pack_anew)
         else:
             # Under one number, so that running samples go on with the new adapters.
             self.engine.add_lora(LoRARequest("policy", ADAPTER, adapter, load_inplace=True))
@@ -218,12 +219,17 @@ def _leave_unpacked(method: UnquantizedLinearMethod, layer: LinearBase) -> None:
     layer.cpu_linear = F.linear
 
 
-def _pack_experts(worker: Any) -> None:
-    """Lay experts out for vLLM's kernel on a CPU, which vLLM does for its first weights alone."""
+def _pack_anew(worker: Any) -> None:
+    """Lay experts and heads out for vLLM's kernels on a CPU, which vLLM does for its first weights
+    alone, or, of a tied head, not for every family. Which kernels these are depends on the CPU.
+    """
     for layer in worker.model_runner.get_model().modules():
-        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        method = getattr(layer, "quant_method", None)
+        kernel = getattr(method, "moe_kernel", None)
         if kernel is not None:
             kernel.fused_experts.process_weights_after_loading(layer)
+        elif isinstance(layer, ParallelLMHead) and not layer.weight.is_meta:
+            method.process_weights_after_loading(layer)
 
 
 def _by_id(biases: dict[str, float] | None) -> dict[int, float] | None:
