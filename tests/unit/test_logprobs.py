@@ -132,7 +132,8 @@ def test_extreme_logits_stay_finite(path):
     hidden = (hidden * 1e6).detach().requires_grad_()
     logprobs, entropy = chunked_logprobs(hidden, weight, labels, chunk_tokens=3)
     logprobs.sum().backward()
-    assert logprobs.isfinite().all() and entropy.isfinite().all() and (entropy >= 0).all()
+    assert logprobs.isfinite().all() and entropy.isfinite().all()
+    assert (entropy > -1e-6).all()  # 0, but for the order of a sum
     assert hidden.grad.isfinite().all() and weight.grad.isfinite().all()
 
 
