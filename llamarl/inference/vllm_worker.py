@@ -224,7 +224,7 @@ def _pack_anew(worker: Any) -> None:
     alone, or, of a tied head, not for every family. Which kernels these are depends on the CPU.
     """
     for layer in worker.model_runner.get_model().modules():
-        method = getattr(layer, "quant_method", None)
+        method: Any = getattr(layer, "quant_method", None)
         kernel = getattr(method, "moe_kernel", None)
         if kernel is not None:
             kernel.fused_experts.process_weights_after_loading(layer)
