@@ -105,7 +105,9 @@ def test_a_step_on_a_gpu_comes_to_what_it_does_on_a_cpu(overrides):
         before = [p.detach().cpu() for p in trained]
         found = step(trainer, reference=kept)
         after = [p.detach().cpu() for p in trained]
-    same = rounding(terms=TINY.hidden_size, depth=DEPTH)
+    # Each update after the first begins from weights that differ by the rounding before it.
+    num_updates = 4 if "trainer.updates_per_batch=2" in overrides else 1
+    same = num_updates * rounding(terms=TINY.hidden_size, depth=DEPTH)
     assert found["grad_norm"] == pytest.approx(cpu["grad_norm"], rel=same)
     assert found.keys() == cpu.keys()
     assert found["loss/value"] == pytest.approx(cpu["loss/value"], abs=same)
