@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llamarl.checkpoint.latest import latest_in
 from llamarl.config.command_line import (
     RED_TEAM,
     RL,
@@ -32,7 +33,7 @@ from llamarl.config.conversion import escaped, to_values
 from llamarl.config.supervised import REWARD_MODEL, SFT
 from llamarl.disk.files import RUNS, new_directory
 from llamarl.errors import JobFailed
-from llamarl.observe.ended import FILE_NAME as OUTCOME
+from llamarl.observe.ended import outcome_of
 from llamarl.workers.ranks import Ranks, stopping
 
 if TYPE_CHECKING:
@@ -73,8 +74,7 @@ class Run:
     @property
     def outcome(self) -> dict[str, Any]:
         """How it ended: {"ended": "finished", "step": 20, ...}; empty while it goes on."""
-        file = self.path / OUTCOME
-        return json.loads(file.read_text()) if file.is_file() else {}
+        return outcome_of(self.path) or {}
 
     @property
     def model_path(self) -> Path:
@@ -83,10 +83,10 @@ class Run:
         """
         if (self.path / "config.json").is_file():  # of a supervised job that has made all its steps
             return self.path
-        found = list(self.path.glob("checkpoints/step_*/hf"))
-        if not found:
-            raise FileNotFoundError(f"{self.path}: no checkpoint holds a model yet")
-        return max(found, key=lambda path: int(path.parent.name.removeprefix("step_")))
+        newest = latest_in(self.path / "checkpoints")
+        if newest is None:
+            raise FileNotFoundError(f"{self.path}: no checkpoint is sealed yet")
+        return newest / "hf"
 
     def report(self) -> Path:
         """Write RUN_DIR/report.html, and return its path."""

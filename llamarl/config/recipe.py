@@ -1,16 +1,19 @@
-"""Runs a recipe with the configuration of its command line. Imports no torch.
+"""Runs a recipe with the configuration of its command line.
 
-@main
-def run(config: Config) -> None: ...
+    @main
+    def run(config: Config) -> None: ...
 
-run()          # as a command: reads sys.argv
-run(config)    # from Python
+    run()          # as a command: reads sys.argv
+    run(config)    # from Python
+
+Imports no torch.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import functools
+import itertools
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -98,7 +101,7 @@ def main(recipe: Callable, kind: JobKind = RL) -> Callable[..., None]:
             args = get_args_parser().parse_args()
             asked = [word.removesuffix("=?") for word in args.overrides if word.endswith("=?")]
             if args.help or asked:
-                about = asked or args.overrides
+                about = asked or [_key_of(word) for word in args.overrides]
                 if leader:
                     print(_help(kind, args.config_dir, about))
                 return None
@@ -150,8 +153,14 @@ def _with_files(words: list[str], kind: JobKind) -> list[str]:
         if not file:
             raise ConfigError([Problem(CONFIG_FLAG, "name a file: --config my.yaml")])
         of_files += words_from(read_settings(Path(file)), kind)
-    keys = {_key_of(word) for word in own}
-    return [*(word for word in of_files if _key_of(word) not in keys), *own]
+    given = {_key_of(word) for word in own}
+    kept = [word for word in of_files if _sections_of(_key_of(word)).isdisjoint(given)]
+    return [*kept, *own]
+
+
+def _sections_of(key: str) -> set[str]:
+    """Return a key with the sections that it is in: task.path, task."""
+    return set(itertools.accumulate(key.split("."), "{}.{}".format))
 
 
 def _key_of(word: str) -> str:

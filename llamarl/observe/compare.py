@@ -157,7 +157,9 @@ def root_kl(run: ComparedRun) -> Columns:
     model was asked.
     """
     has_all = {KL, LENGTH} <= run.columns.keys()
-    if not has_all or run.config.reference.kind == "reset":
+    reference = run.config.reference
+    is_start = reference.kind == "frozen" and not reference.given
+    if not has_all or not is_start:
         return {}
     return {ROOT_KL: np.sqrt(np.maximum(completion_kl(run.columns), 0))}
 

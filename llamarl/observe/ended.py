@@ -30,6 +30,15 @@ EXIT_STOPPED = 75
 EXIT_CODES = {"finished": EXIT_FINISHED, "stopped": EXIT_STOPPED, "failed": EXIT_FAILED}
 
 
+def outcome_of(run_dir: Path) -> dict[str, object] | None:
+    """Return what a run's outcome.json says; None if there is none that can be read."""
+    try:
+        outcome = json.loads((run_dir / FILE_NAME).read_text())
+    except (OSError, ValueError):
+        return None
+    return outcome if isinstance(outcome, dict) else None
+
+
 def said_of(run_dir: str | Path) -> tuple[int, str]:
     """Return the exit code for a run, and a line about how it ended. ValueError or OSError names
     the file that cannot be read.

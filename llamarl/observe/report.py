@@ -26,7 +26,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from llamarl.observe.alarms import Columns, Observed, alarms_of
-from llamarl.observe.ended import FILE_NAME as OUTCOME_NAME
+from llamarl.observe.ended import outcome_of
 from llamarl.observe.plots import (
     LOOK,
     PANELS,
@@ -71,20 +71,11 @@ def write_report(
     seen = Observed(
         columns=columns,
         samples=read_samples(run_dir / SAMPLES_NAME),
-        outcome=read_outcome(run_dir),
+        outcome=outcome_of(run_dir),
         silent_s=max(0.0, clock() - file.stat().st_mtime),
     )
     out.write_text(page(run_dir, seen), encoding="utf-8")
     return out
-
-
-def read_outcome(run_dir: Path) -> dict[str, object] | None:
-    """Return what a run's outcome.json says; None if there is none that can be read."""
-    try:
-        outcome = json.loads((run_dir / OUTCOME_NAME).read_text())
-    except (OSError, ValueError):
-        return None
-    return outcome if isinstance(outcome, dict) else None
 
 
 def read_columns(file: Path) -> Columns:
