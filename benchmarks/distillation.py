@@ -172,15 +172,14 @@ def learn(bench: Bench, arm: str, seed: int, lr: float | None) -> Run:
     rate = () if lr is None else (f"lr={lr:g}",)
     words = [*bench.given, *ARMS[arm], *rate, f"seed={seed}"]
     done = script("llama_async.py", f"run_dir={folder}", *words)
+    tokens, accuracies = measured(folder, "tokens/trained")
+    return Run(arm, seed, lr, accuracies, tokens, done.cpu_s)
+
+
+def measured(folder: Path, column: str) -> tuple[int, dict[int, float]]:
+    """Return the sum of a run's column, and its accuracies by completions."""
     rows = read_rows(folder)
-    return Run(
-        arm=arm,
-        seed=seed,
-        lr=lr,
-        accuracies=accuracies_of(rows),
-        tokens=sum(int(row.get("tokens/trained", 0)) for row in rows),
-        cpu_s=done.cpu_s,
-    )
+    return sum(int(row.get(column, 0)) for row in rows), accuracies_of(rows)
 
 
 def accuracies_of(rows: list[dict]) -> dict[int, float]:
@@ -239,15 +238,8 @@ def supervise(bench: Bench, seed: int, lr: float, task: list[str]) -> Run:
         f"eval.every={TOTAL // BATCH // LOOKS}",
         fine=1,
     )
-    rows = read_rows(folder)
-    return Run(
-        arm=SFT,
-        seed=seed,
-        lr=lr,
-        accuracies=accuracies_of(rows),
-        tokens=sum(int(row.get("targets/trained", 0)) for row in rows),
-        cpu_s=done.cpu_s,
-    )
+    tokens, accuracies = measured(folder, "targets/trained")
+    return Run(SFT, seed, lr, accuracies, tokens, done.cpu_s)
 
 
 def write(file: Path, rows: Iterator[dict]) -> Path:

@@ -17,7 +17,6 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Generic, overload
 
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -49,7 +48,6 @@ from llamarl.words.findings import ConfigError, Problem, did_you_mean, keys_of
 
 # Keys that conf/config.yaml leaves to the model and the task, whose own files may lack them.
 OF_CHOICES = ("groups_per_step", "lr", "max_new_tokens")
-OWN_VALUES = "write your values, key: value, to a file, and start with --config FILE"
 BY_PATH = "model=hf"  # what a directory in model.path chooses, unless it holds the tiny model
 
 
@@ -105,8 +103,6 @@ OmegaConf.register_new_resolver(
 def check_command_line(
     overrides: list[str],
     *,
-    config_name: str | None = None,
-    config_dir: str | None = None,
     multirun: bool = False,
     world_size: int = 1,
     local_world_size: int | None = None,
@@ -114,55 +110,42 @@ def check_command_line(
 ) -> list[str]:
     """Check overrides, and return them as Hydra wants them (a needless `+` dropped), followed by
     the choice of the model that its directory makes. ConfigError with all that is wrong.
-    config_name: a file of the user's own in place of the kind's.
     """
     ranks = (world_size, local_world_size)
-    return read_all(overrides, kind, config_name, config_dir, multirun, ranks)[0]
+    return read_all(overrides, kind, multirun, ranks)[0]
 
 
 @overload
-def compose_config(overrides: list[str], *, config_dir: str | None = None) -> Config: ...
+def compose_config(overrides: list[str]) -> Config: ...
 
 
 @overload
-def compose_config(
-    overrides: list[str], kind: JobKind[Schema], config_dir: str | None = None
-) -> Schema: ...
+def compose_config(overrides: list[str], kind: JobKind[Schema]) -> Schema: ...
 
 
-def compose_config(
-    overrides: list[str], kind: JobKind = RL, config_dir: str | None = None
-) -> object:
+def compose_config(overrides: list[str], kind: JobKind = RL) -> object:
     """Compose the checked config of a command line for one process, for a script that is no Hydra
-    job, in the kind's schema. ConfigError as above. config_dir: files of the user's own beside
-    those of conf/.
+    job, in the kind's schema. ConfigError as above.
     """
-    _, (config,) = read_all(overrides, kind, config_dir=config_dir)
+    _, (config,) = read_all(overrides, kind)
     return config
 
 
-def words_from(
-    values: Mapping[str, object], kind: JobKind = RL, config_dir: str | None = None
-) -> list[str]:
+def words_from(values: Mapping[str, object], kind: JobKind = RL) -> list[str]:
     """Return nested or dotted values as words of a command line. ConfigError as `words_of`."""
-    return words_of(values, kind.schema, groups_of(kind, config_dir))
+    return words_of(values, kind.schema, groups_of(kind))
 
 
 def read_all(
     overrides: list[str],
     kind: JobKind[Schema],
-    config_name: str | None = None,
-    config_dir: str | None = None,
     multirun: bool = False,
     ranks: tuple[int, int | None] = (1, None),
 ) -> tuple[list[str], list[Schema]]:
     """Return the overrides as Hydra wants them, and the config of each point of a sweep."""
     from hydra import initialize_config_dir
 
-    words, problems = read_words(overrides, kind, config_dir, multirun)
-    search = []
-    if config_dir:
-        search.append(f"hydra.searchpath=[file://{Path(config_dir).resolve()}]")
+    words, problems = read_words(overrides, kind, multirun)
     choices = []
     for word in words:
         choices.append([(word.key, point) for point in word.points])
@@ -171,7 +154,7 @@ def read_all(
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         for combination in itertools.product(*choices):
             chosen = dict(combination)
-            made = _compose(kind, config_name or kind.file, search, chosen, ranks)
+            made = _compose(kind, chosen, ranks)
             if made.config is not None:
                 configs.append(made.config)
             problems += made.problems
@@ -186,10 +169,10 @@ def read_all(
 
 
 def read_words(
-    overrides: list[str], kind: JobKind, config_dir: str | None, multirun: bool
+    overrides: list[str], kind: JobKind, multirun: bool
 ) -> tuple[list[_Override], list[Problem]]:
     """Return the words of a command line as Hydra wants them, and what is wrong with one alone."""
-    groups = groups_of(kind, config_dir)
+    groups = groups_of(kind)
     words: list[_Override] = []
     problems: list[Problem] = []
     for text in overrides:
@@ -207,15 +190,11 @@ def read_words(
     return words, problems
 
 
-def groups_of(kind: JobKind, config_dir: str | None) -> dict[str, set[str]]:
+def groups_of(kind: JobKind) -> dict[str, set[str]]:
     """Return the files to choose from, by section."""
-    dirs = [CONF_DIR]
-    if config_dir:
-        dirs.append(Path(config_dir).resolve())
-    groups: dict[str, set[str]] = {}  # by Hydra group: the files to choose from
-    for path in dirs:
-        for file in path.glob("*/*.yaml"):
-            groups.setdefault(file.parent.name, set()).add(file.stem)
+    groups: dict[str, set[str]] = {}
+    for file in CONF_DIR.glob("*/*.yaml"):
+        groups.setdefault(file.parent.name, set()).add(file.stem)
     for section, folder in kind.groups.items():
         groups[section] = {file.stem for file in (CONF_DIR / folder).glob("*.yaml")}
     return groups
@@ -347,8 +326,6 @@ def _read_override(
 
 def _compose(
     kind: JobKind[Schema],
-    config_name: str,
-    search: list[str],
     chosen: dict[str, str],
     ranks: tuple[int, int | None],
 ) -> _Composed[Schema]:
@@ -370,14 +347,14 @@ def _compose(
         kept = {key: text for key, text in chosen.items() if key not in wrong}
         stand_ins = [f"++{key}=1" for key in required]  # a number, and a text
         try:
-            words = [*search, *kept.values(), *stand_ins]
-            composed = compose(config_name, words, return_hydra_config=True)
+            words = [*kept.values(), *stand_ins]
+            composed = compose(kind.file, words, return_hydra_config=True)
             # Values for the tiny model may name another one's directory.
             is_for_tiny = composed.hydra.runtime.choices.get("model") == "tiny"
             by_path = "model" not in chosen and is_for_tiny
             by_path = by_path and not is_tiny(OmegaConf.select(composed, "model.path"))
             if by_path:
-                composed = compose(config_name, [*words, BY_PATH])
+                composed = compose(kind.file, [*words, BY_PATH])
             else:
                 with open_dict(composed):
                     del composed["hydra"]
@@ -386,17 +363,14 @@ def _compose(
             found = error.problems
             required += [problem.where for problem in found if problem.what.startswith("required")]
         except refusals as error:
-            if getattr(error, "missing_cfg_file", None) == config_name:
-                told = Problem(f"--config-name {config_name}", f"no such file; {OWN_VALUES}")
-                return _Composed(None, [*problems, told], by_path)
             found = []
             for key, text in kept.items():
                 try:
-                    compose(config_name, [*search, text])
+                    compose(kind.file, [text])
                 except refusals as alone:
                     found.append(Problem(text, " ".join(str(alone).split()), (key,)))
             if not found:
-                told = Problem(config_name, " ".join(str(error).split()))
+                told = Problem(kind.file, " ".join(str(error).split()))
                 return _Composed(None, [*problems, told], by_path)
         else:
             wrong |= echoing(sections(composed), required)

@@ -23,7 +23,6 @@ from typing import overload
 from omegaconf import DictConfig
 
 from llamarl.config.command_line import (
-    OWN_VALUES,
     RL,
     JobKind,
     default_values,
@@ -41,8 +40,9 @@ from llamarl.words.findings import ConfigError, Problem, did_you_mean, show
 
 STDERR = 2  # the file, whatever sys.stderr is by then
 CONFIG_FLAG = "--config"  # FILE: values of one's own
-# Flags that name a file in other programs -> what to do here.
-OF_OTHER_PROGRAMS = {"--config-file": OWN_VALUES}
+# Flags that name a file in other programs, or folders of Hydra's.
+OF_OTHER_PROGRAMS = ("--config-file", *("--config-dir", "--config-name", "--config-path"))
+OWN_VALUES = "write your values, key: value, to a file, and start with --config FILE"
 
 
 @overload
@@ -103,7 +103,7 @@ def main(recipe: Callable, kind: JobKind = RL) -> Callable[..., None]:
             if args.help or asked:
                 about = asked or [_key_of(word) for word in args.overrides]
                 if leader:
-                    print(_help(kind, args.config_dir, about))
+                    print(_help(kind, about))
                 return None
         except ConfigError as error:
             if leader:
@@ -114,15 +114,13 @@ def main(recipe: Callable, kind: JobKind = RL) -> Callable[..., None]:
                 accepted, configs = read_all(
                     args.overrides,
                     kind,
-                    config_name=args.config_name,
-                    config_dir=args.config_dir,
                     multirun=args.multirun,
                     ranks=(world_size, local_world_size),
                 )
             except ConfigError as error:
                 if leader:
                     print(error, file=sys.stderr)
-                words, wrong = read_words(args.overrides, kind, args.config_dir, args.multirun)
+                words, wrong = read_words(args.overrides, kind, args.multirun)
                 if not args.cfg or wrong:
                     sys.exit(2)
                 # --cfg shows values, such as a paper's, without the files that a run needs.
@@ -174,7 +172,7 @@ def _problems_of_flags(words: list[str], schema: type) -> list[Problem]:
         flag, _, value = word.partition("=")
         key = flag.removeprefix("--").replace("-", "_")
         if flag in OF_OTHER_PROGRAMS:
-            found.append(Problem(word, OF_OTHER_PROGRAMS[flag]))
+            found.append(Problem(word, OWN_VALUES))
         elif key != flag and key in known_keys(schema):
             is_value = not following.startswith("-") and "=" not in following
             value = value or (following if is_value else "")
@@ -203,7 +201,7 @@ def _asks_for_values_alone(words: list[str]) -> bool:
     return is_plain and not is_hydras and len(set(keys)) == len(keys)
 
 
-def _help(kind: JobKind, config_dir: str | None, about: Sequence[str] = ()) -> str:
+def _help(kind: JobKind, about: Sequence[str] = ()) -> str:
     """Return what --help prints: the files to choose from, and all keys; or the keys that are asked
     `about`, and those in them. ConfigError for one that there is not.
     """
@@ -224,7 +222,7 @@ def _help(kind: JobKind, config_dir: str | None, about: Sequence[str] = ()) -> s
         "",
         "Files to choose from, SECTION=NAME:",
     ]
-    for section, names in sorted(groups_of(kind, config_dir).items()):
+    for section, names in sorted(groups_of(kind).items()):
         lines.append(f"{section}: {', '.join(sorted(names))}")
     return "\n".join([*lines, "", "Keys:", *keys])
 

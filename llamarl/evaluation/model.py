@@ -10,11 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
 from llamarl.checkpoint.checkpointer import MANIFEST, damage, verify
 from llamarl.checkpoint.latest import LATEST, latest_in
-from llamarl.config.command_line import compose_config
+from llamarl.config.command_line import compose_config, words_from
 from llamarl.config.conversion import (
     ConfigError,
     Problem,
@@ -45,7 +43,6 @@ from llamarl.tasks.parts import EvalSet, reference_texts, set_of
 from llamarl.types import EvalCompletion, Prompt
 from llamarl.words.choices import OWN
 
-OF_THE_RUN = "of_the_run"  # the name of a section's file in a temporary conf/
 # An evaluation has the native engine on one rank, whatever the generator of the run was.
 OUR_OWN = (
     "generator.kind",
@@ -112,7 +109,8 @@ def config_of(model: list[str], run: Path | None, overrides: list[str]) -> Evalu
     sets = old["eval"].pop("sets")
     # The file of another task has its own length.
     lengths = [f"max_new_tokens={old['max_new_tokens']}"] if "task" in kept else []
-    values = to_values(_compose_over(kept, [*lengths, *given]))
+    of_run = words_from({section: escaped(one) for section, one in kept.items()}, EVALUATION)
+    values = to_values(compose_config([*of_run, *lengths, *given], EVALUATION))
     if not any(f"{name}.".startswith(f"{EVAL_SETS}.") for name in named):
         values["eval"]["sets"] = sets
     default = compose_config(model, EVALUATION)
@@ -139,18 +137,6 @@ def _implied(overrides: list[str]) -> list[str]:
         if key == "against" and value != REFERENCES:
             words.append("eval.reference_key=null")  # the rows need no answers then
     return list(dict.fromkeys(words))
-
-
-def _compose_over(sections: dict[str, dict], overrides: list[str]) -> EvaluationConfig:
-    """Return the config of a command line that changes these sections. ConfigError."""
-    with tempfile.TemporaryDirectory() as folder:
-        choices = []
-        for section, values in sections.items():
-            file = Path(folder) / section / f"{OF_THE_RUN}.yaml"
-            file.parent.mkdir()
-            OmegaConf.save(OmegaConf.create({k: escaped(v) for k, v in values.items()}), file)
-            choices.append(f"{section}={OF_THE_RUN}")
-        return compose_config([*choices, *overrides], EVALUATION, config_dir=folder)
 
 
 def find_model(given: str | Path) -> tuple[Path, Path | None]:

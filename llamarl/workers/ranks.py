@@ -102,9 +102,7 @@ class Ranks:
         """Ask the run to end after its step, with a checkpoint. Asked again, it ends at once."""
         self.num_stops += 1
         if self.num_stops == 1:
-            _say(
-                "the run ends after its step, with a checkpoint; Ctrl-C again ends it at once"
-            )
+            _say("the run ends after its step, with a checkpoint; Ctrl-C again ends it at once")
             self._send(signal.SIGTERM)
         else:
             _say("the run ends at once, without a checkpoint of this step")

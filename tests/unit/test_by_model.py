@@ -133,14 +133,6 @@ def test_a_directory_of_the_tiny_models_shape_has_its_defaults_and_so_has_any_by
     assert (config.lr, config.groups_per_step, config.model.dtype) == (5e-5, 64, "float32")
 
 
-def test_a_directory_in_a_file_of_the_users_own_counts_too(small, tmp_path):
-    (tmp_path / "experiment").mkdir()
-    text = f"# @package _global_\nmodel:\n  path: {small}\n"
-    (tmp_path / "experiment" / "mine.yaml").write_text(text)
-    config = compose_config(["+experiment=mine"], config_dir=str(tmp_path))
-    assert (config.model.path, config.model.dtype) == (str(small), "bfloat16")
-
-
 def test_hydra_composes_what_was_checked(small):
     assert check_command_line([f"model.path={small}", "seed=1"])[2:] == ["model=hf"]
     assert check_command_line([f"model.path={tiny_directory()}"])[1:] == []
@@ -192,11 +184,3 @@ def test_one_prompt_attacks_by_numbers_with_the_tiny_model_alone(small):
     assert (tiny.lr, tiny.max_new_tokens) == (3e-4, 6)
     other = compose_config([f"model.path={small}"], RED_TEAM)
     assert (other.lr, other.max_new_tokens) == (1e-5, 24)
-
-
-def test_what_a_users_own_task_leaves_out_can_be_given(tmp_path):
-    (tmp_path / "task").mkdir()
-    own = "kind: addition\nchat: false\nsystem_prompt: null\nmax_prompt_tokens: 16\n"
-    (tmp_path / "task" / "mine.yaml").write_text(own)
-    given = ["task=mine", "max_new_tokens=9"]
-    assert compose_config(given, config_dir=str(tmp_path)).max_new_tokens == 9

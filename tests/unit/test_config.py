@@ -219,13 +219,6 @@ def test_every_point_of_a_sweep_is_checked():
     assert complaints("buffer=replay", swept[1], multirun=True) == {}
 
 
-def test_a_config_file_that_is_absent_is_refused_with_the_way_to_give_ones_own():
-    with pytest.raises(
-        ConfigError, match=r"--config-name mine +no such file; write .*--config FILE"
-    ):
-        check_command_line([], config_name="mine")
-
-
 @pytest.fixture
 def own(tmp_path):
     """own(choice, text): the directory of a user's own conf, with this choice such as loss/mine."""
@@ -237,22 +230,6 @@ def own(tmp_path):
         return str(tmp_path)
 
     return write
-
-
-def test_keys_of_a_users_own_config_directory_are_checked_too(own):
-    folder = own("task/mine", "kind: addition\npromt_key: q\n")
-    assert complaints("task=mine", config_dir=folder) == {
-        "max_new_tokens": "missing; need a whole number of at least 1",
-        "task.promt_key": "unknown key; did you mean task.prompt_key?",
-        "task.kind=addition": "needs chat, system_prompt, max_prompt_tokens too; "
-        "choose it with its keys: task=addition",
-    }
-
-
-def test_an_option_of_a_loss_that_is_a_section_is_told_like_another_value(own):
-    folder = own("loss/mine", "fn: best_of_n\nlength_normalize: {a: 1}\n")
-    said = {"loss.length_normalize={'a': 1}": "need true or false"}
-    assert complaints("loss=mine", config_dir=folder) == said
 
 
 def test_a_preset_of_the_users_own_is_called_by_its_function_unless_it_has_a_name(own):
@@ -457,7 +434,8 @@ def test_what_is_wrong_with_a_key_is_not_said_again_of_one_that_follows_it():
 
 
 def test_keys_typed_as_flags_and_words_beside_help_are_answered(recipe):
-    flags = _problems_of_flags(["--max_steps", "10", "--lr=1e-5", "--config-file", "x"], Config)
+    words = ["--max_steps", "10", "--lr=1e-5", "--config-file", "x", "--config-dir=y"]
+    flags = _problems_of_flags(words, Config)
     said = " ".join(problem.what for problem in flags)
     assert "write max_steps=10" in said and "write lr=1e-5" in said
     assert "start with --config FILE" in said
@@ -524,6 +502,6 @@ def test_a_run_directory_that_cannot_be_made_is_said_before_anything_is_loaded(
 
 
 def test_words_that_are_added_stand_before_the_flags_that_follow_words():
-    argv = ["recipe.py", "--config-dir", "mine", "model.path=D", "lr=1", "--cfg", "job"]
+    argv = ["recipe.py", "--experimental-rerun", "mine", "model.path=D", "lr=1", "--cfg", "job"]
     made = _rewritten(argv, ["model.path=D", "lr=1"], ["model.path=D", "++lr=1", "model=hf"])
     assert made == [*argv[:4], "++lr=1", "model=hf", "--cfg", "job"]
