@@ -150,7 +150,7 @@ class Reference(Executor):
         self._sink = self.outputs.of(Group)
 
     def _loaded(self, path: str, made_by: str) -> ShardedReference:
-        """Return the model of a directory, of which each rank holds its own part."""
+        """Load the model of a directory, sharded over this executor's ranks."""
         return ShardedReference(
             path,
             dtype=getattr(torch, self.model_dtype),

@@ -7,9 +7,9 @@
     run.plot()
     run.model_path    # a Hugging Face directory
 
-A job runs in processes of its own, with the console's output here, so that it leaves nothing behind
-in this one. Ctrl-C, or a notebook's interrupt, ends it with a checkpoint. Functions are given by
-their import path, or as themselves if other processes can import them.
+A job runs in its own processes, and its output is printed here. Ctrl-C, or a notebook's interrupt,
+stops it with a checkpoint. Pass a function by its import path, or as an object if other processes
+can import it.
 """
 
 from __future__ import annotations

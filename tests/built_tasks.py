@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, get_type_hints
 
+import pytest
+
 from llamarl.config.sections import task as sections
 from llamarl.launch.tasks import TaskBuilder
 from llamarl.tasks.base import Task
@@ -64,6 +66,11 @@ def settings_of(kind: str, record: str = "", **given: object) -> Any:
     return made(**{**used, "kind": kind, **given})
 
 
+def need_reasoning_gym() -> None:
+    """Skip a test where the package is not installed: one of its own needs a compiler."""
+    pytest.importorskip("reasoning_gym", reason="needs the extra reasoning_gym")
+
+
 def build_task(
     kind: str,
     tokenizer: Any,
@@ -75,6 +82,8 @@ def build_task(
     **given: object,
 ) -> Task:
     """Build the task of a kind. parts: of a mixture, the settings by name."""
+    if kind == "reasoning_gym":
+        need_reasoning_gym()
     builder = TaskBuilder(tokenizer, seed, remembered)
     if parts is None:
         return builder.task(settings_of(kind, **given), num_eval)

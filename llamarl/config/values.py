@@ -1,5 +1,5 @@
-"""Settings that a YAML file or a Python program gives, as words of a command line: then all are
-composed and checked in one way. Imports no torch.
+"""Converts settings from a YAML file or from Python to words of a command line, so that one path
+composes and checks them all. Imports no torch.
 
     {"model": {"path": "DIR"}, "loss": "grpo"}    # loss=grpo model.path='DIR'
     {"model.path": "DIR", "loss": "grpo"}         # the same

@@ -86,7 +86,7 @@ class Worker:
             weights = iter(self.weights.items())
             self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
             if not torch.cuda.is_available():
-                self.engine.collective_rpc(_pack_anew)
+                self.engine.collective_rpc(_repack)
         else:
             # Under one number, so that running samples go on with the new adapters.
             self.engine.add_lora(LoRARequest("policy", ADAPTER, adapter, load_inplace=True))
@@ -219,7 +219,7 @@ def _leave_unpacked(method: UnquantizedLinearMethod, layer: LinearBase) -> None:
     layer.cpu_linear = F.linear
 
 
-def _pack_anew(worker: Any) -> None:
+def _repack(worker: Any) -> None:
     """Lay experts and heads out for vLLM's kernels on a CPU, which vLLM does for its first weights
     alone, or, of a tied head, not for every family. Which kernels these are depends on the CPU.
     """

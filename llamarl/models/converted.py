@@ -32,7 +32,7 @@ from transformers.core_model_loading import (
 
 from llamarl.models.directory import SafetensorsDir, refuse_unfit
 from llamarl.models.fsdp import NamedTensors
-from llamarl.models.shape import HEADS, MADE_ANEW, ModelConfig
+from llamarl.models.shape import HEADS, RECREATED, ModelConfig
 from llamarl.models.sharding import Shape, stored_shapes
 from llamarl.models.transformers_config import whole_model
 
@@ -172,7 +172,7 @@ class ConvertedWeights:
             if name in held:
                 problems += self._add(conversion, wanted)
                 continue
-            is_known = name.endswith((*heads, *MADE_ANEW))
+            is_known = name.endswith((*heads, *RECREATED))
             if not is_known and not any(re.search(pattern, name) for pattern in ignored):
                 problems.append(f"{name}: not in this architecture")
         for name in wanted.keys() - self.file_of.keys() - set(may_lack):

@@ -30,7 +30,7 @@ from llamarl.models.directory import (
     refuse_unfit,
 )
 from llamarl.models.fsdp import NamedTensors, fill
-from llamarl.models.shape import HEADS, MADE_ANEW
+from llamarl.models.shape import HEADS, RECREATED
 from llamarl.models.sharding import Shape, parameter_shapes, stored_shapes
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def check_weights(
     shapes: Mapping[str, Shape],
     *,
     may_lack: Collection[str] = (),
-    may_have: tuple[str, ...] = (*HEADS, *MADE_ANEW),
+    may_have: tuple[str, ...] = (*HEADS, *RECREATED),
     whose: str = "config.json",
 ) -> None:
     """Raise ValueError naming each tensor that is absent, unknown, of integers, or of another shape

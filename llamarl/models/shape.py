@@ -16,7 +16,7 @@ IMPLEMENTATIONS = (AUTO, "native", "transformers")
 SCORER = "ForSequenceClassification"  # its head gives num_labels scores in place of logits
 HEADS = ("lm_head.weight", "embed_out.weight")  # ends of a language model's head's names
 # Ends of names: what older files keep of rotary tables, places and causal masks.
-MADE_ANEW = (
+RECREATED = (
     "rotary_emb.inv_freq",
     "position_ids",
     ".attn.bias",

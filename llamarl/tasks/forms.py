@@ -444,15 +444,17 @@ def _listed(returned: Any, count: int) -> list:
     return values
 
 
-def import_package(module: str, *, reward: str, package: str, extra: str) -> ModuleType:
-    """Import a module that a reward needs. ValueError that names llamarl's extra without it."""
+def import_package(module: str, *, user: str, package: str, extra: str) -> ModuleType:
+    """Import a module of an extra. ValueError that names the extra without it. user: what needs the
+    module, for people.
+    """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name != module:
             raise
         remedy = f"pip install 'llamarl[{extra}]'"
-        raise ValueError(f"{reward} needs the package {package}: {remedy}") from error
+        raise ValueError(f"{user} needs the package {package}: {remedy}") from error
 
 
 def need_word(name: str, value: object, words: Sequence[str]) -> None:

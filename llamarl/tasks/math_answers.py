@@ -387,9 +387,7 @@ def _bare(text: str) -> str:
 @lru_cache(maxsize=1)
 def _math_verify() -> ModuleType:
     """Return the module math_verify."""
-    library = import_package(
-        "math_verify", reward="math_match", package="math-verify", extra="math"
-    )
+    library = import_package("math_verify", user="math_match", package="math-verify", extra="math")
     # It warns that it has no time limit; the worker's is in force.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     return library

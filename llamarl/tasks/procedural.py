@@ -16,6 +16,7 @@ from dataclasses import fields
 from functools import cached_property, lru_cache
 
 from llamarl.tasks.base import CACHED_PROMPTS, Example, PromptMaker
+from llamarl.tasks.forms import import_package
 from llamarl.types import Prompt
 from llamarl.words.names import did_you_mean, nearest
 
@@ -143,7 +144,12 @@ def open_dataset(name: str | None, size: int, seed: int, options: str = "{}"):
 
     ValueError with the nearest name if there is none such, or no such parameter.
     """
-    import reasoning_gym
+    reasoning_gym = import_package(
+        "reasoning_gym",
+        user="task=reasoning_gym",
+        package="reasoning-gym",
+        extra="reasoning_gym",
+    )
     from reasoning_gym.factory import DATASETS
 
     if name not in DATASETS:

@@ -232,4 +232,4 @@ def _words(text: str) -> str:
 
 def _identifier() -> ModuleType:
     """Return the module py3langid, which tells languages."""
-    return import_package("py3langid", reward="one_language", package="py3langid", extra="language")
+    return import_package("py3langid", user="one_language", package="py3langid", extra="language")

@@ -4,12 +4,13 @@
     with stopping(ranks):
         code = ranks.wait()
 
-The ranks meet at a store on the loopback. Its socket is made here and handed to rank 0, so that no
-other program can take the port in between, and nothing listens on another interface. torchrun's own
-store does, and believes whoever reaches it.
+The ranks meet at a store on the loopback. This process opens its socket and passes it to rank 0, so
+no other program can take the port in between. torchrun's own store listens on all interfaces and
+runs code that reaches it.
 
-A rank has a session of its own, so that a terminal's Ctrl-C reaches this process alone. Each rank
-holds the other end of a pipe: if this process is killed, they end as if they were asked to.
+Each rank has its own session, so a terminal's Ctrl-C reaches this process alone. Each rank also
+reads from a pipe that this process holds open. If this process is killed, the pipe closes, and the
+ranks stop with a checkpoint.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from typing import IO
 
 STORE_FD = "LLAMARL_STORE_FD"  # of rank 0: the socket on which it hosts the store
 LIFELINE_FD = "LLAMARL_LIFELINE_FD"  # of each rank: ends with the process that started it
-ALONE_S = 600.0  # that the others have to end by themselves, once a rank has failed
-TOLD_S = 10.0  # after which they are waited for aloud
+ALONE_S = 600.0  # once a rank has failed: until the others get SIGTERM
+TOLD_S = 10.0  # once a rank has failed: until the wait is reported
 KILL_S = 30.0  # from SIGTERM to SIGKILL
-PRINTED_S = 5.0  # for their last lines, which a process that they left may hold open
+PRINTED_S = 5.0  # for the last lines; an orphan of a rank may hold the pipe open
 LOOK_S = 0.05
 EXIT_SIGNAL = 128  # plus the signal's number: how a shell shows a killed process
 # What launchers set.
@@ -124,7 +125,7 @@ class Ranks:
         """Wait for all ranks, however long the job is. Return the exit code: of the first that
         failed, or 0.
 
-        Once one has failed the others have ALONE_S, for they notice it, and may save a checkpoint.
+        After a failure the other ranks get ALONE_S: they notice it, and may save a checkpoint.
         """
         failed: int | None = None
         since = 0.0

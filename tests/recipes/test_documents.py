@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests.built_tasks import need_reasoning_gym
 from tests.documents import GUIDES, README, hydra_commands, of_the_user
 from tests.house import blocks
 from tests.launching import ForkedJob
@@ -103,6 +104,11 @@ def typed(words):
     return of_the_user(given)
 
 
+def need_its_package(words):
+    if "task=reasoning_gym" in words:
+        need_reasoning_gym()
+
+
 def test_the_commands_are_those_of_the_documents():
     assert len(COMMANDS) > 30 and len(TASKS) == 9
     assert set(TASKS) <= set(COMMANDS)
@@ -110,6 +116,7 @@ def test_the_commands_are_those_of_the_documents():
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_a_command_of_the_documents_holds_with_the_tiny_model(words, folder, launch_here):
+    need_its_package(words)
     code, said = launch_here(*typed(words), "+dry_run=true", f"+ranks={RANKS[words]}")
     assert code == 0, said.err
 
@@ -117,6 +124,7 @@ def test_a_command_of_the_documents_holds_with_the_tiny_model(words, folder, lau
 @pytest.mark.slow
 @pytest.mark.parametrize("words", TASKS, ids=" ".join)
 def test_a_task_of_the_readme_makes_a_step_with_the_tiny_model(words, folder):
+    need_its_package(words)
     with ForkedJob(*typed(words), *SHORT, run_dir=folder.parent / "run", cwd=folder) as job:
         assert job.wait() == 0, job.output
         assert job.rows[-1]["step"] == 1

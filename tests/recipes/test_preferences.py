@@ -21,6 +21,7 @@ from recipes import preferences
 from tests.build.job import finished_job
 from tests.build.model_directory import copy_tiny
 from tests.build.rows import read_rows, write_rows
+from tests.built_tasks import need_reasoning_gym
 from tests.judge_server import JudgeServer, between
 from tests.labels import closeness
 from tests.launching import ROOT, ForkedJob
@@ -293,6 +294,8 @@ def test_pairs_are_labelled_anew(make, tmp_path):
     ],
 )
 def test_bad_input_is_told_before_a_file_is_there(make, tmp_path, words, complaint):
+    if "task=reasoning_gym" in words:
+        need_reasoning_gym()
     code, said, _ = make(*words)
     assert code == BAD_INPUT and complaint in said
     assert list(tmp_path.iterdir()) == []

@@ -27,6 +27,7 @@ from llamarl.tasks import procedural
 from llamarl.tasks.base import PromptMaker
 from llamarl.tasks.files import read_jsonl
 from llamarl.tasks.list_task import hold_out_prompts
+from llamarl.tasks.procedural import open_dataset
 from llamarl.tasks.rewards import exact_match, final_number, numeric_match, reasoning_gym_score
 from tests.built_tasks import NAMES, build_task, set_of
 
@@ -509,6 +510,13 @@ def test_without_the_datasets_package_the_error_names_it(tmp_path, monkeypatch):
 
 
 # --- reasoning_gym ---
+
+
+def test_without_its_package_the_error_names_the_extra(monkeypatch):
+    open_dataset.cache_clear()
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ValueError, match=r"pip install 'llamarl\[reasoning_gym\]'"):
+        open_dataset("chain_sum", 3, 0)
 
 
 def chain_sum(seed=0, **options):
