@@ -6,7 +6,7 @@
 
 The ranks meet at a store on the loopback. This process opens its socket and passes it to rank 0, so
 no other program can take the port in between. torchrun's own store listens on all interfaces and
-runs code that reaches it.
+unpickles what it receives.
 
 Each rank has its own session, so a terminal's Ctrl-C reaches this process alone. Each rank also
 reads from a pipe that this process holds open. If this process is killed, the pipe closes, and the
